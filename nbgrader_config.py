@@ -22,8 +22,15 @@ c.CourseDirectory.directory_structure = "{assignment_id}/{nbgrader_step}/{studen
 c.CourseDirectory.source_directory = "solutions"
 c.CourseDirectory.release_directory = "exercises"
 c.CourseDirectory.db_url = f"sqlite:///{HERE / 'gradebook.db'}"
-c.CourseDirectory.ignore = [".ipynb_checkpoints", "__pycache__", "*.pyc", "hidden", "planted", "equivalent.py",
-                            "README.md"]
+c.CourseDirectory.ignore = [
+    ".ipynb_checkpoints",
+    "__pycache__",
+    "*.pyc",
+    "hidden",
+    "planted",
+    "equivalent.py",
+    "README.md",
+]
 c.NbGrader.logfile = ""
 c.ClearSolutions.code_stub = {"python": 'raise NotImplementedError("write your answer here")'}
 c.Autograde.create_student = True

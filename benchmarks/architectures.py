@@ -40,8 +40,10 @@ def page_rows(page: str) -> Rows:
         for way, cell in zip(header[1:], cells, strict=True):
             numbers = [float(number) for number in re.findall(r"[\d.]+e[-+]\d+", cell)]
             rows.setdefault((name, task), {})[way] = (
-                Outcome(loss=numbers[0], weight=numbers[-1]) if numbers
-                else Outcome(line=said[f"{place}, {way}"], crashed=cell == "**crash**"))
+                Outcome(loss=numbers[0], weight=numbers[-1])
+                if numbers
+                else Outcome(line=said[f"{place}, {way}"], crashed=cell == "**crash**")
+            )
     return rows
 
 
@@ -51,15 +53,22 @@ def table(rows: Rows, date: str) -> str:
     cells = [outcome for row in rows.values() for outcome in row.values()]
     agree, refused = sum(cell.agrees for cell in cells), sum(bool(cell.line) and not cell.crashed for cell in cells)
     lines = [
-        "# Architectures × tasks × ways to train", "",
+        "# Architectures × tasks × ways to train",
+        "",
         f"`python benchmarks/architectures.py`, {date}: transformers {transformers.__version__}, torch "
-        f"{torch.__version__}, two CPU ranks, fp32, {STEPS} steps of models built small from their config classes.", "",
+        f"{torch.__version__}, two CPU ranks, fp32, {STEPS} steps of models built small from their config classes.",
+        "",
         f"A number is the largest difference of a step's loss (nats) from the plain loop on one process; losses and "
         f"final weights are within {TOLERANCE:g}, or both differences stand there in bold. Of {len(cells)} cells "
-        f"{agree} agree, {refused} are refused in one line (below), {len(cells) - agree - refused} are neither.", "",
-        f"| model / task | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]
-    lines += [f"| {name} / {task} | {' | '.join(str(row[way]) if way in row else '' for way in ways)} |"
-              for (name, task), row in rows.items()]
+        f"{agree} agree, {refused} are refused in one line (below), {len(cells) - agree - refused} are neither.",
+        "",
+        f"| model / task | {' | '.join(ways)} |",
+        "|---" * (len(ways) + 1) + "|",
+    ]
+    lines += [
+        f"| {name} / {task} | {' | '.join(str(row[way]) if way in row else '' for way in ways)} |"
+        for (name, task), row in rows.items()
+    ]
     said: dict[str, list[str]] = {}
     for (name, task), row in rows.items():
         for way, outcome in row.items():
@@ -104,8 +113,12 @@ def main() -> None:
         date = f"{made[1] if made else ''}, and {', '.join(args.ways)} {date}"
         for place, row in page_rows(page).items():
             rows[place] = row | rows.get(place, {})
-    in_order = {(name, task): rows[name, task] for name in ARCHITECTURES for task in ARCHITECTURES[name][2]
-                if (name, task) in rows}
+    in_order = {
+        (name, task): rows[name, task]
+        for name in ARCHITECTURES
+        for task in ARCHITECTURES[name][2]
+        if (name, task) in rows
+    }
     write_text(args.out, table(in_order, date))
 
 

@@ -43,17 +43,27 @@ def main() -> None:
     dist.init_process_group("gloo")
     bare, rows = microseconds(calls), []
     with tempfile.TemporaryDirectory() as folder:
-        for name, begin in (("course meter", lambda: job_log.begin(folder)),
-                            ("course watch", lambda: job_watch.begin({"seconds": 1000.0, "folder": folder}))):
+        for name, begin in (
+            ("course meter", lambda: job_log.begin(folder)),
+            ("course watch", lambda: job_watch.begin({"seconds": 1000.0, "folder": folder})),
+        ):
             tool = begin()
             rows.append(f"| `{name}` | {microseconds(calls) - bare:.0f} |")
             tool.end(None)
     here = machine.describe()
-    text = "\n".join([
-        "# What the tools for anybody's job cost", "",
-        f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {here.cpu}; `python benchmarks/attach_overhead.py`.",
-        f"A bare all-reduce of one rank takes {bare:.0f} µs of CPU time.", "",
-        "| tool | µs more per collective |", "|---|---|", *rows, ""])
+    text = "\n".join(
+        [
+            "# What the tools for anybody's job cost",
+            "",
+            f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {here.cpu}; `python benchmarks/attach_overhead.py`.",
+            f"A bare all-reduce of one rank takes {bare:.0f} µs of CPU time.",
+            "",
+            "| tool | µs more per collective |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )
     write_text(Path(__file__).with_name("attach-overhead.md"), text)
     print(text)
 

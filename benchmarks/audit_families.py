@@ -1,6 +1,6 @@
 """Transformers' `DistributedConfig` under `course audit`: families of models by tp, fsdp and experts.
 
-    python -m benchmarks.audit_families      # from the repository's root; writes benchmarks/audit-families.md
+python -m benchmarks.audit_families      # from the repository's root; writes benchmarks/audit-families.md
 """
 
 from pathlib import Path
@@ -35,24 +35,36 @@ def rows(family: str) -> list[str]:
     for run, what in zip(runs, ("", ", experts one by one"), strict=True):
         for verdict in run.verdicts if run else []:
             agree = len(verdict.gradients) - len(verdict.wrong)
-            said = verdict.wrong[0].sentence if verdict.wrong else "" if verdict.clean else (
-                f"weights apart by {verdict.weights_apart:.1e}, losses by {verdict.loss_apart:.1e}")
-            lines.append(f"| {family} | {verdict.layout}{what} | {verdict.losses_apart[0]:.0e} | "
-                         f"{agree} of {len(verdict.gradients)} | {said} |")
-        lines += [f"| {family} | {layout}{what} | | | not run: {why} |" for layout, why in (
-            run.refused.items() if run else ())]
+            said = (
+                verdict.wrong[0].sentence
+                if verdict.wrong
+                else ""
+                if verdict.clean
+                else (f"weights apart by {verdict.weights_apart:.1e}, losses by {verdict.loss_apart:.1e}")
+            )
+            lines.append(
+                f"| {family} | {verdict.layout}{what} | {verdict.losses_apart[0]:.0e} | "
+                f"{agree} of {len(verdict.gradients)} | {said} |"
+            )
+        lines += [
+            f"| {family} | {layout}{what} | | | not run: {why} |"
+            for layout, why in (run.refused.items() if run else ())
+        ]
     return lines
 
 
 def main() -> None:
     """Audit all, and write the table."""
     lines = [line for family in (*DENSE, *EXPERTS) for line in rows(family)]
-    text = (f"# Transformers' `DistributedConfig` under `course audit`\n\n"
-            f"{machine.measured_on('torch', 'transformers')}\n\n"
-            "Models of two layers, built from their own config classes; shard is its FSDP, ep its experts over "
-            "the ranks of FSDP.\n\n"
-            "| family | layout | loss apart | gradients that agree | said |\n|---|---|---|---|---|\n"
-            + "\n".join(lines) + "\n")
+    text = (
+        f"# Transformers' `DistributedConfig` under `course audit`\n\n"
+        f"{machine.measured_on('torch', 'transformers')}\n\n"
+        "Models of two layers, built from their own config classes; shard is its FSDP, ep its experts over "
+        "the ranks of FSDP.\n\n"
+        "| family | layout | loss apart | gradients that agree | said |\n|---|---|---|---|---|\n"
+        + "\n".join(lines)
+        + "\n"
+    )
     write_text(HERE / "audit-families.md", text)
     print(text)
 

@@ -136,7 +136,7 @@ def said(mutant: Mutant) -> str:
     try:
         audited = audit(functools.partial(_mutated, mutant, make), layouts, timeout=TIMEOUT)
     except CourseError as error:
-        return str(error).partition(" (\"")[0]
+        return str(error).partition(' ("')[0]
     for verdict in audited.verdicts:
         if verdict.wrong:
             more = f"; so {len(verdict.wrong) - 1} more" if len(verdict.wrong) > 1 else ""
@@ -164,10 +164,12 @@ def main() -> None:
     if wrong:
         raise SystemExit("\n".join(wrong))
     equivalent = sum(bool(mutant.equivalent) for mutant in MUTANTS)
-    text = (f"# Mutants of our engines under `course audit`\n\n{machine.measured_on('torch')}\n\n"
-            f"{len(MUTANTS)} lines of `course_lib/parallel`, each changed alone, on all ranks: "
-            f"{len(MUTANTS) - equivalent} are caught, {equivalent} change no gradient, and it says nothing of them.\n\n"
-            "| engine | module | line | instead | the audit says |\n|---|---|---|---|---|\n" + "\n".join(rows) + "\n")
+    text = (
+        f"# Mutants of our engines under `course audit`\n\n{machine.measured_on('torch')}\n\n"
+        f"{len(MUTANTS)} lines of `course_lib/parallel`, each changed alone, on all ranks: "
+        f"{len(MUTANTS) - equivalent} are caught, {equivalent} change no gradient, and it says nothing of them.\n\n"
+        "| engine | module | line | instead | the audit says |\n|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
+    )
     write_text(HERE / "audit-mutants.md", text)
     print(text)
 

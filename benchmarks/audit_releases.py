@@ -32,11 +32,16 @@ def audited(packages: tuple[str, ...], *options: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         if packages:
-            subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, *packages],
-                           check=True)
+            subprocess.run(
+                [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, *packages], check=True
+            )
             environment["PYTHONPATH"] = folder
-        done = subprocess.run([sys.executable, "-m", "course_lib", *COMMAND, *options, "--json"], env=environment,
-                              capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "course_lib", *COMMAND, *options, "--json"],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
     if done.returncode not in (0, 1):
         raise RuntimeError(done.stderr.strip().splitlines()[-1])
     return json.loads(done.stdout)
@@ -48,21 +53,29 @@ def rows(name: str, told: dict[str, Any]) -> Iterator[str]:
         wrong = [finding for finding in verdict["gradients"] if finding["kind"] != "equal"]
         layout = " × ".join(f"{axis}{size}" for axis, size in verdict["layout"].items())
         agree = f"{len(verdict['gradients']) - len(wrong)} of {len(verdict['gradients'])}"
-        yield (f"| {name} | {layout} | {max(verdict['losses_apart']):.1e} | {agree} | "
-               f"{verdict['told'][0] if wrong else ''} |")
+        yield (
+            f"| {name} | {layout} | {max(verdict['losses_apart']):.1e} | {agree} | "
+            f"{verdict['told'][0] if wrong else ''} |"
+        )
     for layout, why in (told["failed"] | told["refused"]).items():
         yield f"| {name} | {layout} | | not run | {why.split(' (')[0]} |"
 
 
 def main() -> None:
     """Audit all, and write the table."""
-    lines = [row for packages in RELEASES
-             for row in rows(packages[0] if packages else "transformers, as pinned here", audited(packages))]
-    text = (f"# Releases under `course audit`\n\n{machine.measured_on('torch', 'transformers')}\n\n"
-            f"`course {' '.join(COMMAND)}`: a small OLMoE, two steps of AdamW beside one process. In 5.16.0 ep is its "
-            "tensor ranks, which have the same rows and share the experts. The first sentence of each is shown.\n\n"
-            "| release | layout | loss apart, relative | gradients that agree | said |\n|---|---|---|---|---|\n"
-            + "\n".join(lines) + "\n")
+    lines = [
+        row
+        for packages in RELEASES
+        for row in rows(packages[0] if packages else "transformers, as pinned here", audited(packages))
+    ]
+    text = (
+        f"# Releases under `course audit`\n\n{machine.measured_on('torch', 'transformers')}\n\n"
+        f"`course {' '.join(COMMAND)}`: a small OLMoE, two steps of AdamW beside one process. In 5.16.0 ep is its "
+        "tensor ranks, which have the same rows and share the experts. The first sentence of each is shown.\n\n"
+        "| release | layout | loss apart, relative | gradients that agree | said |\n|---|---|---|---|---|\n"
+        + "\n".join(lines)
+        + "\n"
+    )
     write_text(HERE / "audit-releases.md", text)
     print(text)
 

@@ -46,7 +46,8 @@ class TorchRing(torch.autograd.Function):
         """(rows, heads, tokens, width)."""
         _attention._cp_options.enable_load_balance = zigzag
         output, log_sum, *_ = _attention._templated_ring_attention(
-            dist.group.WORLD, 2, FLASH, query, key, value, is_causal=True)
+            dist.group.WORLD, 2, FLASH, query, key, value, is_causal=True
+        )
         ctx.save_for_backward(query, key, value, output, log_sum)
         return output
 
@@ -55,8 +56,19 @@ class TorchRing(torch.autograd.Function):
         """Of the three inputs."""
         query, key, value, output, log_sum = ctx.saved_tensors
         gradients = _attention._templated_ring_attention_backward(
-            dist.group.WORLD, 2, FLASH_BACKWARD, gradient.contiguous(), "grad_out", query, key, value, output, log_sum,
-            is_causal=True, dropout_p=0.0)
+            dist.group.WORLD,
+            2,
+            FLASH_BACKWARD,
+            gradient.contiguous(),
+            "grad_out",
+            query,
+            key,
+            value,
+            output,
+            log_sum,
+            is_causal=True,
+            dropout_p=0.0,
+        )
         return *gradients[:3], None
 
 
@@ -87,8 +99,15 @@ def deepspeeds() -> Attention:
 
 def ours(method: Method, zigzag: bool, width: int) -> Attention:
     """`context_attention` over all ranks."""
-    return partial(context_attention, method=method, causal=True, zigzag=zigzag, documents=None, group=dist.group.WORLD,
-                   scale=width ** -0.5)
+    return partial(
+        context_attention,
+        method=method,
+        causal=True,
+        zigzag=zigzag,
+        documents=None,
+        group=dist.group.WORLD,
+        scale=width**-0.5,
+    )
 
 
 SYSTEMS: dict[str, tuple[bool, Method | None, str | None]] = {
@@ -123,18 +142,23 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, dict], tuple[float, flo
     for name, (zigzag, method, _) in SYSTEMS.items():
         layout = SequenceLayout(args.length, ranks, zigzag)
         mine = [layout.shard(part, rank, 2).contiguous().requires_grad_() for part in whole]
-        attention = (ours(method, zigzag, args.width) if method
-                     else partial(torchs, zigzag) if name.startswith("ring") else deepspeeds())
+        attention = (
+            ours(method, zigzag, args.width)
+            if method
+            else partial(torchs, zigzag)
+            if name.startswith("ring")
+            else deepspeeds()
+        )
         step = partial(one_step, attention, mine, layout.shard(upstream, rank, 2).contiguous())
         got = step()
-        off = max(float((one - layout.shard(right, rank, 2)).abs().max())
-                  for one, right in zip(got, wanted, strict=True))
+        off = max(
+            float((one - layout.shard(right, rank, 2)).abs().max()) for one, right in zip(got, wanted, strict=True)
+        )
         if off > CLOSE:
             raise RuntimeError(f"{name}: {off:.1e} off one process")
         with Meter() as meter:
             step()
-        found[name] = {"off": off, "bytes": meter.bytes_sent, "seconds": [],
-                       "pairs": layout.pairs(rank, causal=True)}
+        found[name] = {"off": off, "bytes": meter.bytes_sent, "seconds": [], "pairs": layout.pairs(rank, causal=True)}
         steps[name] = step
     for turn in range(args.rounds):
         for name in list(steps)[:: 1 if turn % 2 else -1]:
@@ -162,7 +186,8 @@ def packed_losses(args: argparse.Namespace) -> tuple[float, float]:
         return cross_entropy(output.sum(1).flatten(0, 1), wanted.flatten(), reduction="sum")
 
     sees = (documents[:, None, :, None] == documents[:, None, None, :]) & torch.ones(
-        args.length, args.length, dtype=torch.bool).tril()
+        args.length, args.length, dtype=torch.bool
+    ).tril()
     alone = total(scaled_dot_product_attention(query, key, value, attn_mask=sees), targets) / (targets >= 0).sum()
     mine = [layout.shard(part, rank, 2) for part in (query, key, value)]
     output = context_attention(*mine, zigzag=True, documents=layout.shard(documents, rank, 1))
@@ -183,22 +208,37 @@ def one_step(attention: Attention, inputs: list[Tensor], upstream: Tensor) -> li
 
 def table(args: argparse.Namespace, found: list[dict[str, dict]]) -> str:
     """Markdown rows: step time, ratio to the peer, bytes, formula, balance."""
-    lines = ["| attention | step, median (ms) | speed against the peer (range) | sent per rank, counted (MiB) "
-             "| by formula (MiB) | pairs of the busiest rank, share of all |", "|---|---|---|---|---|---|"]
-    shape = {"rows": args.rows, "heads": args.heads, "key_heads": args.heads, "width": args.width, "itemsize": 4,
-             "tokens": args.length // args.num_processes}
+    lines = [
+        "| attention | step, median (ms) | speed against the peer (range) | sent per rank, counted (MiB) "
+        "| by formula (MiB) | pairs of the busiest rank, share of all |",
+        "|---|---|---|---|---|---|",
+    ]
+    shape = {
+        "rows": args.rows,
+        "heads": args.heads,
+        "key_heads": args.heads,
+        "width": args.width,
+        "itemsize": 4,
+        "tokens": args.length // args.num_processes,
+    }
     for name, (_, method, peer) in SYSTEMS.items():
         seconds = found[0][name]["seconds"]
         ratios = sorted(p / s for p, s in zip(found[0][peer]["seconds"], seconds, strict=True)) if peer else []
-        against = (f"{statistics.median(ratios):.2f} × {peer} ({ratios[0]:.2f}–{ratios[-1]:.2f})" if peer
-                   else "1 (the peer)")
-        sent = sum(bytes_sent(method, args.num_processes, **shape, backward=back)
-                   for back in (False, True)) if method else 0
+        against = (
+            f"{statistics.median(ratios):.2f} × {peer} ({ratios[0]:.2f}–{ratios[-1]:.2f})" if peer else "1 (the peer)"
+        )
+        sent = (
+            sum(bytes_sent(method, args.num_processes, **shape, backward=back) for back in (False, True))
+            if method
+            else 0
+        )
         formula = f"{sent / 2**20:.2f}" if method else ""
         pairs = [one[name]["pairs"] for one in found]
         busiest = "even, by heads" if "Ulysses" in name else f"{100 * max(pairs) / sum(pairs):.0f} %"
-        lines.append(f"| {name} | {1000 * statistics.median(seconds):.1f} | {against} | "
-                     f"{max(one[name]['bytes'] for one in found) / 2**20:.2f} | {formula} | {busiest} |")
+        lines.append(
+            f"| {name} | {1000 * statistics.median(seconds):.1f} | {against} | "
+            f"{max(one[name]['bytes'] for one in found) / 2**20:.2f} | {formula} | {busiest} |"
+        )
     return "\n".join(lines)
 
 
@@ -216,13 +256,15 @@ def main() -> None:
     results = launch(measure, args, num_processes=args.num_processes, timeout=1800, device="cpu")
     found, (alone, shares) = [one for one, _ in results], results[0][1]
     off = max(one[name]["off"] for one in found for name in SYSTEMS)
-    text = (f"# Context parallelism: cpu\n\n{machine.measured_on('torch', 'deepspeed')}\n\n"
-            f"{args.num_processes} ranks, one thread each unless set otherwise; {args.rows} × {args.heads} heads × "
-            f"{args.length:,} tokens × {args.width}, float32, causal, forward and backward; {args.rounds} rounds of "
-            f"{args.steps} steps, in turn; no round is left out. Each system's output and gradients are those of one "
-            f"process (largest difference {off:.1e}).\n\n{table(args, found)}\n\n"
-            f"Next-token loss over four packed documents, ring in zigzag: {alone:.6f} on one process, {shares:.6f} as "
-            f"the sum of the ranks' shares.\n")
+    text = (
+        f"# Context parallelism: cpu\n\n{machine.measured_on('torch', 'deepspeed')}\n\n"
+        f"{args.num_processes} ranks, one thread each unless set otherwise; {args.rows} × {args.heads} heads × "
+        f"{args.length:,} tokens × {args.width}, float32, causal, forward and backward; {args.rounds} rounds of "
+        f"{args.steps} steps, in turn; no round is left out. Each system's output and gradients are those of one "
+        f"process (largest difference {off:.1e}).\n\n{table(args, found)}\n\n"
+        f"Next-token loss over four packed documents, ring in zigzag: {alone:.6f} on one process, {shares:.6f} as "
+        f"the sum of the ranks' shares.\n"
+    )
     write_text(HERE / "context.md", text)
     print(text)
 

@@ -40,27 +40,40 @@ def main() -> None:
     unknown = sorted({row.name for row in left_out} - set(kernel_sweep.LEFT_OUT))
     kinds = collections.Counter(row.attention.partition(":")[0].partition(",")[0] for row in there)
     lines = [
-        "# Fast CPU kernels beside torch's", "", machine.measured_on("torch", "transformers"), "",
+        "# Fast CPU kernels beside torch's",
+        "",
+        machine.measured_on("torch", "transformers"),
+        "",
         f"{len(there) - len(differ)} of {len(there)} compute the same; {len(left_out)} could not be built small. "
         f"Attention in training: {', '.join(f'{kind} in {count}' for kind, count in sorted(kinds.items()))}. "
-        f"{time.process_time():.0f} CPU-seconds on one core.", "",
+        f"{time.process_time():.0f} CPU-seconds on one core.",
+        "",
         "Evaluation, and training with dropout 0 (logits and the gradient of every parameter): equal to the bit. Last "
         "but one: training with a dropout of 1e-6, which drops nothing and takes the way with dropout: the largest "
         "difference of a logit, and the norm of the gradient's difference by the gradient's norm; allowed: "
-        f"{kernel_sweep.LOGITS:g} and {kernel_sweep.GRADIENT:g}. Last: whose attention ran there; after \"torch's\", "
-        "the arguments that the fast one does not know, or that the model has no dropout in its attention. \"The "
-        "model's own\" is written out in the model, and nothing replaces it.", ""]
+        f'{kernel_sweep.LOGITS:g} and {kernel_sweep.GRADIENT:g}. Last: whose attention ran there; after "torch\'s", '
+        'the arguments that the fast one does not know, or that the model has no dropout in its attention. "The '
+        "model's own\" is written out in the model, and nothing replaces it.",
+        "",
+    ]
     for task in HEADS:
-        lines += [f"## {task}", "", "| config class | evaluation | training, dropout 0 | drops nothing | attention |",
-                  "|---|---|---|---|---|"]
+        lines += [
+            f"## {task}",
+            "",
+            "| config class | evaluation | training, dropout 0 | drops nothing | attention |",
+            "|---|---|---|---|---|",
+        ]
         for row in sorted((row for row in there if row.task == task), key=lambda row: row.name):
             exact = "to the bit" if row.logits == row.gradient == 0 else f"{row.logits:.1e}, {row.gradient:.1e}"
             words = ["to the bit" if equal else "DIFFERS" for equal in (row.evaluation, row.training)]
             lines.append(f"| {row.name} | {' | '.join(words)} | {exact} | {row.attention} |")
         lines.append("")
     lines += ["## Not built", "", "| task | config class | why | error |", "|---|---|---|---|"]
-    lines += [f"| {row.task} | {row.name} | {kernel_sweep.LEFT_OUT.get(row.name, 'UNKNOWN')} | "
-              f"{row.left_out.replace('|', '/')} |" for row in left_out]
+    lines += [
+        f"| {row.task} | {row.name} | {kernel_sweep.LEFT_OUT.get(row.name, 'UNKNOWN')} | "
+        f"{row.left_out.replace('|', '/')} |"
+        for row in left_out
+    ]
     write_text(HERE / "cpu-kernels.md", "\n".join(lines) + "\n")
     print(lines[4])
     if differ or unknown:

@@ -37,8 +37,13 @@ from course_lib.training.engines.with_deepspeed import leave_shared_memory_opera
 from course_lib.writing import write_text
 
 HERE = Path(__file__).parent
-PEERS = {"ddp": [("ddp", "torch")], "zero1": [("zero1", "deepspeed")], "zero2": [("zero2", "deepspeed")],
-         "zero3": [("zero3", "deepspeed")], "fsdp": [("fsdp", "torch"), ("zero3", "deepspeed")]}
+PEERS = {
+    "ddp": [("ddp", "torch")],
+    "zero1": [("zero1", "deepspeed")],
+    "zero2": [("zero2", "deepspeed")],
+    "zero3": [("zero3", "deepspeed")],
+    "fsdp": [("fsdp", "torch"), ("zero3", "deepspeed")],
+}
 """What each strategy's ratios are taken against."""
 
 
@@ -72,12 +77,23 @@ def deepspeed_system(model: nn.Module, device: torch.device, stage: int) -> Syst
     import deepspeed
 
     leave_shared_memory_operator_out()
-    zero = {"stage": stage, "reduce_bucket_size": 6_553_600, "allgather_bucket_size": 6_553_600,
-            "stage3_param_persistence_threshold": 0}
+    zero = {
+        "stage": stage,
+        "reduce_bucket_size": 6_553_600,
+        "allgather_bucket_size": 6_553_600,
+        "stage3_param_persistence_threshold": 0,
+    }
     engine, optimizer, *_ = deepspeed.initialize(
-        model=model, optimizer=adamw(model, device), dist_init_required=False,
-        config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "zero_allow_untested_optimizer": True,
-                "steps_per_print": 10**9})
+        model=model,
+        optimizer=adamw(model, device),
+        dist_init_required=False,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9,
+        },
+    )
 
     def step(ids: torch.Tensor) -> None:
         engine.backward(engine(input_ids=ids, labels=ids).loss)
@@ -101,15 +117,26 @@ def build_system(strategy: str, engine: str, model: nn.Module, device: torch.dev
         wrapped: Any = shard_with_torch(model, optimizer, reshard_after_forward=strategy != "zero2")
     else:
         wrapped = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3, "fsdp": FullyShardedDataParallel}[strategy](
-            model, optimizer)
+            model, optimizer
+        )
     return plain(wrapped, optimizer, resident=wrapped.resident)
 
 
-SYSTEMS = [("ddp", "torch"), ("ddp", "scratch"),
-           ("zero1", "torch"), ("zero1", "deepspeed"), ("zero1", "scratch"),
-           ("zero2", "torch"), ("zero2", "deepspeed"), ("zero2", "scratch"),
-           ("zero3", "torch"), ("zero3", "deepspeed"), ("zero3", "scratch"),
-           ("fsdp", "torch"), ("fsdp", "scratch")]
+SYSTEMS = [
+    ("ddp", "torch"),
+    ("ddp", "scratch"),
+    ("zero1", "torch"),
+    ("zero1", "deepspeed"),
+    ("zero1", "scratch"),
+    ("zero2", "torch"),
+    ("zero2", "deepspeed"),
+    ("zero2", "scratch"),
+    ("zero3", "torch"),
+    ("zero3", "deepspeed"),
+    ("zero3", "scratch"),
+    ("fsdp", "torch"),
+    ("fsdp", "scratch"),
+]
 
 
 def measure(args: argparse.Namespace) -> dict[tuple[str, str], tuple[list[float], int]]:
@@ -153,14 +180,20 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str], tuple[list[float]
 
 def table(found: dict[tuple[str, str], tuple[list[float], int]]) -> str:
     """Markdown rows: step time, ratio to the peer, peak memory."""
-    lines = ["| strategy | engine | step, median (ms) | speed against the peer | peak memory per rank (MiB) |",
-             "|---|---|---|---|---|"]
+    lines = [
+        "| strategy | engine | step, median (ms) | speed against the peer | peak memory per rank (MiB) |",
+        "|---|---|---|---|---|",
+    ]
     for (strategy, engine), (seconds, peak) in found.items():
-        against = {peer: statistics.median(p / s for p, s in zip(found[peer][0], seconds, strict=True))
-                   for peer in PEERS[strategy] if peer != (strategy, engine)}
+        against = {
+            peer: statistics.median(p / s for p, s in zip(found[peer][0], seconds, strict=True))
+            for peer in PEERS[strategy]
+            if peer != (strategy, engine)
+        }
         shown = ", ".join(f"{ratio:.2f} × {' '.join(peer)}" for peer, ratio in against.items()) or "1 (the peer)"
-        lines.append(f"| {strategy} | {engine} | {1000 * statistics.median(seconds):.1f} | {shown} | "
-                     f"{peak / 2**20:.1f} |")
+        lines.append(
+            f"| {strategy} | {engine} | {1000 * statistics.median(seconds):.1f} | {shown} | {peak / 2**20:.1f} |"
+        )
     return "\n".join(lines)
 
 
@@ -182,10 +215,12 @@ def main() -> None:
     config = GPT2Config(n_layer=args.layers, n_embd=args.hidden, n_head=4, n_positions=args.length, vocab_size=4096)
     size = sum(p.numel() for p in GPT2LMHeadModel(config).parameters())
     kind = "gpu" if gpus else "cpu"
-    text = (f"# Data parallel, ZeRO and FSDP: {kind}\n\n"
-            f"{machine.measured_on('torch', 'transformers', 'deepspeed')}\n\n"
-            f"{ranks} ranks, GPT-2 of {size / 1e6:.1f} M parameters, fp32, AdamW, {args.batch_size} rows of "
-            f"{args.length} tokens per rank; {args.rounds} rounds of {args.steps} steps, in turn.\n\n{table(found)}\n")
+    text = (
+        f"# Data parallel, ZeRO and FSDP: {kind}\n\n"
+        f"{machine.measured_on('torch', 'transformers', 'deepspeed')}\n\n"
+        f"{ranks} ranks, GPT-2 of {size / 1e6:.1f} M parameters, fp32, AdamW, {args.batch_size} rows of "
+        f"{args.length} tokens per rank; {args.rounds} rounds of {args.steps} steps, in turn.\n\n{table(found)}\n"
+    )
     write_text(HERE / f"data-parallel-{kind}.md", text)
     print(text)
 

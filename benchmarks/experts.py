@@ -63,8 +63,10 @@ class Expert(nn.Module):
 def weights(args: argparse.Namespace) -> tuple[TopKRouter, Experts]:
     """The same on every rank and for every system."""
     torch.manual_seed(0)
-    return (TopKRouter(args.width, args.experts, K, "before", normalized=True, with_bias=True),
-            Experts(args.experts, args.width, args.inner))
+    return (
+        TopKRouter(args.width, args.experts, K, "before", normalized=True, with_bias=True),
+        Experts(args.experts, args.width, args.inner),
+    )
 
 
 def ours(args: argparse.Namespace, factor: float | None) -> tuple[MoELayer, Callable[[], Tensor]]:
@@ -91,9 +93,18 @@ def deepspeeds(args: argparse.Namespace, factor: float | None) -> tuple[nn.Modul
     router, experts = weights(args)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     with contextlib.redirect_stdout(io.StringIO()):
-        layer = MoE(args.width, Expert(args.width, args.inner), args.experts, ep_size=ranks, k=K,
-                    capacity_factor=factor or 1.0, min_capacity=0, drop_tokens=factor is not None, use_rts=False,
-                    top2_2nd_expert_sampling=False)
+        layer = MoE(
+            args.width,
+            Expert(args.width, args.inner),
+            args.experts,
+            ep_size=ranks,
+            k=K,
+            capacity_factor=factor or 1.0,
+            min_capacity=0,
+            drop_tokens=factor is not None,
+            use_rts=False,
+            top2_2nd_expert_sampling=False,
+        )
         layer.set_deepspeed_parallelism()
     inside = layer.deepspeed_moe
     inside.gate.wg.weight.data.copy_(router.weight)
@@ -107,11 +118,20 @@ def deepspeeds(args: argparse.Namespace, factor: float | None) -> tuple[nn.Modul
 def transformers_block(args: argparse.Namespace) -> MixtralSparseMoeBlock:
     """Mixtral's, with all experts."""
     router, experts = weights(args)
-    block = MixtralSparseMoeBlock(MixtralConfig(
-        hidden_size=args.width, intermediate_size=args.inner, num_local_experts=args.experts, num_experts_per_tok=K,
-        experts_implementation="grouped_mm"))
+    block = MixtralSparseMoeBlock(
+        MixtralConfig(
+            hidden_size=args.width,
+            intermediate_size=args.inner,
+            num_local_experts=args.experts,
+            num_experts_per_tok=K,
+            experts_implementation="grouped_mm",
+        )
+    )
     block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj = (
-        router.weight, experts.gate_up_proj, experts.down_proj)
+        router.weight,
+        experts.gate_up_proj,
+        experts.down_proj,
+    )
     return block
 
 
@@ -136,11 +156,15 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     upstream = torch.randn(all_tokens.shape, generator=numbers)
     alone, one = transformers_block(args), all_tokens.flatten(0, 1).requires_grad_()
     alone(one).backward(upstream.flatten(0, 1))
-    right = (alone(one).detach()[rank], gradient_of(one)[rank],
-             gradient_of(alone.experts.down_proj).chunk(ranks)[rank])
+    right = (alone(one).detach()[rank], gradient_of(one)[rank], gradient_of(alone.experts.down_proj).chunk(ranks)[rank])
 
-    systems = {OURS: ours(args, None), PEER: deepspeeds(args, None), CAPPED: ours(args, FACTOR),
-               PEER_CAPPED: deepspeeds(args, FACTOR), WHOLE: whole(args)}
+    systems = {
+        OURS: ours(args, None),
+        PEER: deepspeeds(args, None),
+        CAPPED: ours(args, FACTOR),
+        PEER_CAPPED: deepspeeds(args, FACTOR),
+        WHOLE: whole(args),
+    }
     mine, back = all_tokens[rank].detach().clone().requires_grad_(), upstream[rank]
 
     def step(name: str) -> Found:
@@ -171,7 +195,9 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             away, shape = layer.load.away, (ranks, args.experts, args.width, 4)
             found[name] |= {
                 "formula": bytes_sent(away, *shape) + bytes_sent(away, *shape, backward=True) + router,
-                "dropped": layer.load.dropped, "worked": sum(layer.load.per_expert)}
+                "dropped": layer.load.dropped,
+                "worked": sum(layer.load.per_expert),
+            }
     for turn in range(args.rounds):
         for name in list(systems)[:: 1 if turn % 2 else -1]:
             dist.barrier()
@@ -210,17 +236,22 @@ def balance(args: argparse.Namespace, tokens: Tensor) -> dict[str, list[float]]:
 
 def table(found: list[dict[str, dict]]) -> str:
     """Markdown rows: step time, processor's time, ratios to the peer, bytes, formula, dropped, and the busiest rank."""
-    lines = ["| layer | step, median (ms) | speed against the peer (range) | processor's time per step, median of the "
-             "ranks' sum (ms) | its peer's by it | sent by the rank that sends most, counted "
-             "(MiB) | by formula (MiB) | copies dropped | copies that the busiest rank works on, by the mean |",
-             "|---|---|---|---|---|---|---|---|---|"]
-    cpu = {name: statistics.median(map(sum, zip(*(one[name]["cpu"] for one in found), strict=True)))
-           for name in (OURS, PEER, CAPPED, PEER_CAPPED, WHOLE)}
+    lines = [
+        "| layer | step, median (ms) | speed against the peer (range) | processor's time per step, median of the "
+        "ranks' sum (ms) | its peer's by it | sent by the rank that sends most, counted "
+        "(MiB) | by formula (MiB) | copies dropped | copies that the busiest rank works on, by the mean |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    cpu = {
+        name: statistics.median(map(sum, zip(*(one[name]["cpu"] for one in found), strict=True)))
+        for name in (OURS, PEER, CAPPED, PEER_CAPPED, WHOLE)
+    }
     for name in (OURS, PEER, CAPPED, PEER_CAPPED, WHOLE):
         seconds, peer = found[0][name]["seconds"], AGAINST.get(name)
         ratios = sorted(p / s for p, s in zip(found[0][peer]["seconds"], seconds, strict=True)) if peer else []
-        against = (f"{statistics.median(ratios):.2f} × {peer} ({ratios[0]:.2f}–{ratios[-1]:.2f})" if peer
-                   else "1 (the peer)")
+        against = (
+            f"{statistics.median(ratios):.2f} × {peer} ({ratios[0]:.2f}–{ratios[-1]:.2f})" if peer else "1 (the peer)"
+        )
         sent = max(one[name]["bytes"] for one in found) / 2**20
         formula = dropped = busiest = ""
         if "formula" in found[0][name]:
@@ -228,9 +259,11 @@ def table(found: list[dict[str, dict]]) -> str:
             dropped = str(sum(one[name]["dropped"] for one in found))
             worked = [one[name]["worked"] for one in found]
             busiest = f"{max(worked) * len(worked) / sum(worked):.2f}"
-        lines.append(f"| {name} | {1000 * statistics.median(seconds):.1f} | {against} | {1000 * cpu[name]:.1f} | "
-                     f"{f'{cpu[peer] / cpu[name]:.2f}' if peer else 1} | {sent:.2f} | {formula} | "
-                     f"{dropped} | {busiest} |")
+        lines.append(
+            f"| {name} | {1000 * statistics.median(seconds):.1f} | {against} | {1000 * cpu[name]:.1f} | "
+            f"{f'{cpu[peer] / cpu[name]:.2f}' if peer else 1} | {sent:.2f} | {formula} | "
+            f"{dropped} | {busiest} |"
+        )
     return "\n".join(lines)
 
 
@@ -249,19 +282,24 @@ def main() -> None:
     found = launch(measure, args, num_processes=args.num_processes, timeout=900, device="cpu")
     off = max(one[name]["off"] for one in found for name in (OURS, PEER, WHOLE))
     curves = found[0]["balance"]
-    waited = statistics.median(found[0][name]["seconds"][turn] / max(1e-9, found[0][name]["cpu"][turn])
-                               for name in (OURS, PEER, CAPPED, PEER_CAPPED, WHOLE) for turn in range(args.rounds))
+    waited = statistics.median(
+        found[0][name]["seconds"][turn] / max(1e-9, found[0][name]["cpu"][turn])
+        for name in (OURS, PEER, CAPPED, PEER_CAPPED, WHOLE)
+        for turn in range(args.rounds)
+    )
     rows = "\n".join(f"| {way} | {curve[0]:.2f} | {curve[-1]:.2f} |" for way, curve in curves.items())
-    text = (f"# Experts: cpu\n\n{machine.measured_on('torch', 'deepspeed', 'transformers')}\n\n"
-            f"{args.num_processes} ranks, one thread each; {args.tokens:,} tokens per rank × {args.width}, "
-            f"{args.experts} experts with {args.inner} inner numbers, {K} per token, float32, forward and backward, "
-            f"gradients summed where ranks share a parameter; {args.rounds} rounds of {args.steps} steps, in turn; "
-            f"no round is left out. The dropless layers' outputs and gradients are those of one process (largest "
-            f"difference, by the largest number, {off:.1e}). A step takes {waited:.1f} times its own processor's time "
-            f"by the clock (the median of all): what is above 1 was spent waiting, for other ranks and for others on "
-            f"the machine, and makes the clock's ratios uncertain where it is much.\n\n{table(found)}\n\n"
-            f"Choices of the busiest expert by the mean, where a router alone is trained for balance, in "
-            f"{args.balance_steps} steps:\n\n| with | before | after |\n|---|---|---|\n{rows}\n")
+    text = (
+        f"# Experts: cpu\n\n{machine.measured_on('torch', 'deepspeed', 'transformers')}\n\n"
+        f"{args.num_processes} ranks, one thread each; {args.tokens:,} tokens per rank × {args.width}, "
+        f"{args.experts} experts with {args.inner} inner numbers, {K} per token, float32, forward and backward, "
+        f"gradients summed where ranks share a parameter; {args.rounds} rounds of {args.steps} steps, in turn; "
+        f"no round is left out. The dropless layers' outputs and gradients are those of one process (largest "
+        f"difference, by the largest number, {off:.1e}). A step takes {waited:.1f} times its own processor's time "
+        f"by the clock (the median of all): what is above 1 was spent waiting, for other ranks and for others on "
+        f"the machine, and makes the clock's ratios uncertain where it is much.\n\n{table(found)}\n\n"
+        f"Choices of the busiest expert by the mean, where a router alone is trained for balance, in "
+        f"{args.balance_steps} steps:\n\n| with | before | after |\n|---|---|---|\n{rows}\n"
+    )
     write_text(HERE / "experts.md", text)
     print(text)
 

@@ -55,10 +55,16 @@ def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] = S
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--full", action="store_true", help="everything: an hour and more")
     size.add_argument("--tiny", action="store_true", help="as little as shows that it works")
-    parser.add_argument("--only", nargs="+", choices=[each.name for each in sections], metavar="SECTION",
-                        help=f"of {', '.join(each.name for each in sections)}")
-    parser.add_argument("--minutes", type=_minutes,
-                        help="after which it ends by itself [8; with --full as many as it takes]")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[each.name for each in sections],
+        metavar="SECTION",
+        help=f"of {', '.join(each.name for each in sections)}",
+    )
+    parser.add_argument(
+        "--minutes", type=_minutes, help="after which it ends by itself [8; with --full as many as it takes]"
+    )
     parser.add_argument("--output", type=Path, default=Path("gpu-report.md"), help="[gpu-report.md]")
     options = parser.parse_args(arguments)
     minutes = options.minutes or (math.inf if options.full else 8.0)
@@ -106,11 +112,17 @@ def _minutes(text: str) -> float:
 def probe() -> dict[str, Any]:
     """What GPUs there are, asked in a process of its own: this one keeps off them."""
     try:
-        asked = subprocess.run([sys.executable, "-m", "benchmarks.hardware.facts"], capture_output=True, text=True,
-                               cwd=ROOT, timeout=PROBE_SECONDS)
+        asked = subprocess.run(
+            [sys.executable, "-m", "benchmarks.hardware.facts"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=PROBE_SECONDS,
+        )
     except subprocess.TimeoutExpired:
-        raise SystemExit(f"the GPUs do not answer: torch has looked for them for {PROBE_SECONDS} s; try nvidia-smi") \
-            from None
+        raise SystemExit(
+            f"the GPUs do not answer: torch has looked for them for {PROBE_SECONDS} s; try nvidia-smi"
+        ) from None
     if asked.returncode:
         last = asked.stderr.strip().splitlines()[-1:] or ["no message"]
         raise SystemExit(f"the GPUs cannot be asked what they are: {last[0]}")

@@ -19,12 +19,38 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAIRS = ("ddp:torch", "ddp:scratch", "zero1:torch", "zero1:scratch", "zero1:deepspeed", "zero2:scratch",
-         "zero2:deepspeed", "zero3:torch", "zero3:scratch", "zero3:deepspeed", "fsdp:scratch", "fsdp:accelerate")
-OPTIONS = {"model": "minilm", "max_steps": 5, "max_train_samples": 80, "max_eval_samples": 8, "batch_size": 4,
-           "max_length": 32, "dynamic_padding": False, "mixed_precision": "bf16", "eval_steps": 0, "save_steps": 0,
-           "logging_steps": 100, "keep_best": False, "progress_bar": False, "watchdog": 0.0, "desync_check": "off",
-           "tracker": "none"}
+PAIRS = (
+    "ddp:torch",
+    "ddp:scratch",
+    "zero1:torch",
+    "zero1:scratch",
+    "zero1:deepspeed",
+    "zero2:scratch",
+    "zero2:deepspeed",
+    "zero3:torch",
+    "zero3:scratch",
+    "zero3:deepspeed",
+    "fsdp:scratch",
+    "fsdp:accelerate",
+)
+OPTIONS = {
+    "model": "minilm",
+    "max_steps": 5,
+    "max_train_samples": 80,
+    "max_eval_samples": 8,
+    "batch_size": 4,
+    "max_length": 32,
+    "dynamic_padding": False,
+    "mixed_precision": "bf16",
+    "eval_steps": 0,
+    "save_steps": 0,
+    "logging_steps": 100,
+    "keep_best": False,
+    "progress_bar": False,
+    "watchdog": 0.0,
+    "desync_check": "off",
+    "tracker": "none",
+}
 
 
 def counted(strategy: str, engine: str, folder: str) -> tuple[int, int, int]:
@@ -71,8 +97,16 @@ def measure(pairs: list[str]) -> None:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for pair in pairs:
-            found[pair] = launch(counted, *pair.split(":"), folder, num_processes=2, device="cuda", start_method="fork",
-                                 timeout=600, stream=False)[0]
+            found[pair] = launch(
+                counted,
+                *pair.split(":"),
+                folder,
+                num_processes=2,
+                device="cuda",
+                start_method="fork",
+                timeout=600,
+                stream=False,
+            )[0]
             print(pair, found[pair], file=sys.stderr, flush=True)
     print(json.dumps(found))
 
@@ -82,8 +116,13 @@ def measured(pairs: list[str], tree: Path) -> dict[str, list[int]]:
     paths = [ROOT / "tests" / "gpu_sim" / "site", tree, ROOT]
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment |= {"GPU_SIM": "2", "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    done = subprocess.run([sys.executable, __file__, "--measure", "--strategies", *pairs], env=environment, check=True,
-                          stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "--measure", "--strategies", *pairs],
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -93,8 +132,10 @@ def table(now: dict[str, list[int]], before: dict[str, list[int]] | None) -> str
     def cell(pair: str, column: int) -> str:
         return f"{before[pair][column]:,} → {now[pair][column]:,}" if before else f"{now[pair][column]:,}"
 
-    rows = ["| strategy | engine | calls per step | of these in clipping and updating | host syncs per step |",
-            "|---|---|---|---|---|"]
+    rows = [
+        "| strategy | engine | calls per step | of these in clipping and updating | host syncs per step |",
+        "|---|---|---|---|---|",
+    ]
     for pair in now:
         strategy, engine = pair.split(":")
         update = cell(pair, 1) if engine != "deepspeed" else "within backward"
@@ -108,7 +149,9 @@ def report(now: dict[str, list[int]], before: dict[str, list[int]] | None) -> st
     from course_lib.writing import write_text
 
     numbers = table(now, before)
-    write_text(ROOT / "benchmarks" / "gpu-launches.md", f"""# What a step launches on a GPU
+    write_text(
+        ROOT / "benchmarks" / "gpu-launches.md",
+        f"""# What a step launches on a GPU
 
 {machine.measured_on("torch", "accelerate", "deepspeed")}
 
@@ -117,7 +160,8 @@ reached the device; of the operators on lists of tensors the simulation may coun
 for many. MiniLM in bf16, 4 rows of 32 tokens per rank, one micro-batch{"; before → now" if before else ""}.
 
 {numbers}
-""")
+""",
+    )
     return numbers
 
 

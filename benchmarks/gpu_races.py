@@ -30,8 +30,10 @@ def planted(gpus, seeds: list[str]) -> list[str]:
     together = {}
     for seed in seeds:
         order = engines_test.SEEDS[seed]
-        together[seed] = (gpus.run(planted_test._launch, calm, True, 2, environment=STRICT | order),
-                          gpus.run(planted_test._launch, calm, False, 2, environment=order))
+        together[seed] = (
+            gpus.run(planted_test._launch, calm, True, 2, environment=STRICT | order),
+            gpus.run(planted_test._launch, calm, False, 2, environment=order),
+        )
     rows = []
     for plant in PLANTS:
         named, alarms = [], []
@@ -71,20 +73,36 @@ def main() -> None:
         mistakes, engines = planted(gpus, seeds), sound(gpus, seeds)
     caught = sum("**no**" not in row for row in mistakes)
     orders = " / ".join(seeds)
-    text = "\n".join([
-        "# The race detector of the simulated GPUs", "",
-        this_machine.measured_on("torch", "accelerate", "deepspeed"), "",
-        "Simulated GPUs: no GPU was there. Results that nobody has waited for arrive in the orders "
-        f"{orders}: late is as late as can be; early lets them come at moments drawn from a seed, at odds of "
-        "0.3 (early-1) and 0.05 (early-2) at each kernel. Columns with several entries have one for each order.", "",
-        f"## Planted mistakes: {caught} of {len(mistakes)} named by the line that makes them, in every order", "",
-        "Each is tests/gpu/planted.py's function of the same words. Alarms: findings of all ranks where the same work "
-        "is done right.", "",
-        "| # | mistake | found as | line named | alarms when right |", "|---|---|---|---|---|", *mistakes, "",
-        "## Engines that are right", "",
-        "One small transformer, four steps. Apart: the largest relative difference of a loss from one process on the "
-        "CPU.", "",
-        "| engine | ranks | kernels of all ranks | alarms | losses apart |", "|---|---|---|---|---|", *engines, ""])
+    text = "\n".join(
+        [
+            "# The race detector of the simulated GPUs",
+            "",
+            this_machine.measured_on("torch", "accelerate", "deepspeed"),
+            "",
+            "Simulated GPUs: no GPU was there. Results that nobody has waited for arrive in the orders "
+            f"{orders}: late is as late as can be; early lets them come at moments drawn from a seed, at odds of "
+            "0.3 (early-1) and 0.05 (early-2) at each kernel. Columns with several entries have one for each order.",
+            "",
+            f"## Planted mistakes: {caught} of {len(mistakes)} named by the line that makes them, in every order",
+            "",
+            "Each is tests/gpu/planted.py's function of the same words. Alarms: findings of all ranks where the same work "
+            "is done right.",
+            "",
+            "| # | mistake | found as | line named | alarms when right |",
+            "|---|---|---|---|---|",
+            *mistakes,
+            "",
+            "## Engines that are right",
+            "",
+            "One small transformer, four steps. Apart: the largest relative difference of a loss from one process on the "
+            "CPU.",
+            "",
+            "| engine | ranks | kernels of all ranks | alarms | losses apart |",
+            "|---|---|---|---|---|",
+            *engines,
+            "",
+        ]
+    )
     write_text(ROOT / "benchmarks" / "gpu-races.md", text)
     print(text)
 

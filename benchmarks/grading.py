@@ -35,12 +35,12 @@ CHOSEN = ("ddp.average", "ddp.bucketing", "ddp.overlap", "zero.stage1", "evaluat
 BOMBS = {
     # Bounded in number and time: root may have any number of processes, and this is to be safe where grading is not.
     "forks": "import os, time\nend = time.monotonic() + 20\nfor i in range(8): os.fork()\n"
-             "while time.monotonic() < end: pass\n",
+    "while time.monotonic() < end: pass\n",
     "memory": "held = []\nwhile True: held.append(b'x' * (64 << 20))\n",
     "disk": "i = 0\nwhile True:\n    i += 1\n    try: open(str(i), 'wb').write(bytes(1 << 20))\n"
-            "    except OSError: pass\n",
+    "    except OSError: pass\n",
     "output": "import os\nwhile True:\n    for fd in range(1, 20):\n        try: os.write(fd, b'x' * 65536)\n"
-              "        except OSError: pass\n",
+    "        except OSError: pass\n",
     "a loop": "while True: pass\n",
 }
 BOMB_SECONDS = 5.0
@@ -79,8 +79,10 @@ class Noting(Sandbox):
 
 def make_hall(folder: Path, count: int) -> None:
     """Scripts with the solutions, one folder per learner; each learner's own comment makes each text another."""
-    texts = {lesson: masters.answers(solutions_folder() / f"{lesson}.ipynb")
-             for lesson in {TASKS[name].lesson for name in CHOSEN}}
+    texts = {
+        lesson: masters.answers(solutions_folder() / f"{lesson}.ipynb")
+        for lesson in {TASKS[name].lesson for name in CHOSEN}
+    }
     for i in range(count):
         own = folder / f"learner{i:03}"
         own.mkdir(parents=True)
@@ -91,8 +93,20 @@ def make_hall(folder: Path, count: int) -> None:
 
 def grade(hall: Path, out: Path, jobs: int, kill_at: int | None) -> tuple[float, Peak, int]:
     """Seconds, memory and how many verdicts there are at the end; killed once there are ``kill_at``."""
-    command = [sys.executable, str(CLI), "grade", str(hall), "--out", str(out), "--tasks", ",".join(CHOSEN),
-               "--jobs", str(jobs), "--seed", "1"]
+    command = [
+        sys.executable,
+        str(CLI),
+        "grade",
+        str(hall),
+        "--out",
+        str(out),
+        "--tasks",
+        ",".join(CHOSEN),
+        "--jobs",
+        str(jobs),
+        "--seed",
+        "1",
+    ]
     begin = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     peak = Peak(process.pid)
@@ -141,21 +155,31 @@ def main() -> None:
         full, rows = sum(row["score"] == row["max_score"] for row in grades), len(grades)
     hourly = 3600 * total / (first + second)
     lines = [
-        "# Grading a hall", "", machine.measured_on("torch"), "",
+        "# Grading a hall",
+        "",
+        machine.measured_on("torch"),
+        "",
         f"{args.submissions} submissions of {len(CHOSEN)} exercises on real ranks ({', '.join(CHOSEN)}), public and "
         f"hidden cases, {args.jobs} at a time, each in a sandbox of its own; killed (SIGKILL) after {kept} verdicts "
-        "and started again.", "",
-        "| what | |", "|---|---|",
+        "and started again.",
+        "",
+        "| what | |",
+        "|---|---|",
         f"| gradings per hour | {hourly:,.0f} |",
         f"| seconds, both runs | {first + second:,.0f} |",
         f"| verdicts kept over the kill | {kept} of {kept} |",
         f"| verdicts at the end | {done} of {total} |",
         f"| learners' lessons with full points | {full} of {rows} |",
         f"| the grader's own memory at most, MiB | {max(peak_1.grader, peak_2.grader) / 2**20:,.0f} |",
-        f"| with all sandboxes, MiB | {max(peak_1.all, peak_2.all) / 2**20:,.0f} |", "",
+        f"| with all sandboxes, MiB | {max(peak_1.all, peak_2.all) / 2**20:,.0f} |",
+        "",
         f"Bombs, under a limit of {BOMB_SECONDS:g} s and 2 GiB: seconds from when the answer began until nothing was "
-        "left of it.", "",
-        "| bomb | ended by | seconds |", "|---|---|---|", *bombs()]
+        "left of it.",
+        "",
+        "| bomb | ended by | seconds |",
+        "|---|---|---|",
+        *bombs(),
+    ]
     write_text(args.out, "\n".join(lines) + "\n")
     print("\n".join(lines))
 

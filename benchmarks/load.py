@@ -39,12 +39,29 @@ from course_lib.writing import write_text
 
 HERE = Path(__file__).resolve().parent
 MIB = 2**20
-AT_ONCE = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536",
-           "MALLOC_TRIM_THRESHOLD_": "65536"}
+AT_ONCE = {
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}
 """The environment of a process whose allocators give back at once what is freed: its memory is what is in use."""
-TINY = {"model": "tiny-bert", "training_type": "accelerated", "device": "cpu", "max_train_samples": 96,
-        "max_eval_samples": 8, "max_length": 8, "batch_size": 2, "logging_steps": 50, "progress_bar": False,
-        "eval_steps": 250, "save_steps": 250, "save_total_limit": 1, "keep_best": False, "tracker": "none"}
+TINY = {
+    "model": "tiny-bert",
+    "training_type": "accelerated",
+    "device": "cpu",
+    "max_train_samples": 96,
+    "max_eval_samples": 8,
+    "max_length": 8,
+    "batch_size": 2,
+    "logging_steps": 50,
+    "progress_bar": False,
+    "eval_steps": 250,
+    "save_steps": 250,
+    "save_total_limit": 1,
+    "keep_best": False,
+    "tracker": "none",
+}
 
 
 def smallest_model(folder: Path) -> str:
@@ -54,8 +71,15 @@ def smallest_model(folder: Path) -> str:
     from course_lib.modeling import presets
 
     tokenizer = presets.build("tiny-bert", ["a few words to make a vocabulary of"], 64)[1]
-    config = BertConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-                        intermediate_size=64, max_position_embeddings=64, num_labels=3)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        num_labels=3,
+    )
     BertForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -87,8 +111,14 @@ class Holdings(Callback):
             self.seen.append((trainer.state.step, *self.look()))
 
 
-def train(folder: str, steps: int, every: int, options: dict[str, Any],
-          look: Callable[[], tuple[int, ...]] = held, more: Sequence[Callback] = ()) -> list[tuple[int, ...]]:
+def train(
+    folder: str,
+    steps: int,
+    every: int,
+    options: dict[str, Any],
+    look: Callable[[], tuple[int, ...]] = held,
+    more: Sequence[Callback] = (),
+) -> list[tuple[int, ...]]:
     """Many steps of a tiny model on this rank, evaluations and checkpoints among them; what was held when."""
     torch.set_num_threads(1)
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -202,11 +232,14 @@ def streamed(rows: int, task: str, environment: dict[str, str], batches: int = 2
     """MiB of text, and :func:`stream`'s peaks, in a process of its own with an empty cache, deleted afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         size = write_rows(Path(folder, "data"), rows)
-        code = (f"from pathlib import Path; from benchmarks.load import stream; "
-                f"import json; print(json.dumps(stream(Path({folder!r}, 'data'), {task!r}, {batches})))")
+        code = (
+            f"from pathlib import Path; from benchmarks.load import stream; "
+            f"import json; print(json.dumps(stream(Path({folder!r}, 'data'), {task!r}, {batches})))"
+        )
         environment = os.environ | environment | {"HF_HOME": str(Path(folder, "cache")), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run([sys.executable, "-c", code], cwd=HERE.parent, check=True, capture_output=True, text=True,
-                              env=environment)
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=HERE.parent, check=True, capture_output=True, text=True, env=environment
+        )
         return size / MIB, json.loads(done.stdout.splitlines()[-1])
 
 
@@ -218,8 +251,19 @@ def comparison_seconds(check: str, steps: int) -> tuple[float, float]:
     from course_lib.training.callbacks.desync import AgreementCheck
 
     with tempfile.TemporaryDirectory() as folder:
-        config = build(TINY | {"model": "minilm", "output_dir": folder, "max_steps": steps, "desync_check": check,
-                               "max_length": 64, "batch_size": 8, "eval_steps": 0, "save_steps": 0})
+        config = build(
+            TINY
+            | {
+                "model": "minilm",
+                "output_dir": folder,
+                "max_steps": steps,
+                "desync_check": check,
+                "max_length": 64,
+                "batch_size": 8,
+                "eval_steps": 0,
+                "save_steps": 0,
+            }
+        )
         taken: list[float] = []
 
         class Timed(AgreementCheck):
@@ -239,28 +283,38 @@ def comparison_seconds(check: str, steps: int) -> tuple[float, float]:
 
 def steps(args: argparse.Namespace) -> list[str]:
     """What many steps leave behind."""
-    lines = [f"{args.steps:,} steps of a BERT of one layer on 2 ranks, an evaluation and a checkpoint every 250; least "
-             "squares over the second half.", "",
-             "| rank | bytes per step | files | threads | processes |", "|---|---|---|---|---|"]
+    lines = [
+        f"{args.steps:,} steps of a BERT of one layer on 2 ranks, an evaluation and a checkpoint every 250; least "
+        "squares over the second half.",
+        "",
+        "| rank | bytes per step | files | threads | processes |",
+        "|---|---|---|---|---|",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         options = {"model": smallest_model(Path(folder, "model"))}
-        seen = launch(train, str(Path(folder, "run")), args.steps, 50, options, num_processes=2, timeout=7200,
-                      stream=False)
+        seen = launch(
+            train, str(Path(folder, "run")), args.steps, 50, options, num_processes=2, timeout=7200, stream=False
+        )
     for rank, each in enumerate(seen):
         found = slopes(each, args.steps // 2)
-        lines.append(f"| {rank} | {found.memory:.0f} | {found.files:.4f} | {found.threads:.4f} | "
-                     f"{found.processes:.4f} |")
+        lines.append(
+            f"| {rank} | {found.memory:.0f} | {found.files:.4f} | {found.threads:.4f} | {found.processes:.4f} |"
+        )
     return lines
 
 
 def rows(args: argparse.Namespace) -> list[str]:
     """What many rows need."""
-    lines = ["Peak of memory that no file backs, above that of a process which has imported everything, in MiB, by "
-             "phase; each in a process of its own with an empty cache. One Parquet file; a tenth of its rows is cut "
-             "off as the validation split. *In use* is what is allocated, measured with allocators that give back at "
-             "once what is freed; *taken* is what a process has from the system with the usual ones, which keep some "
-             "of it to be used again.", "",
-             "| memory | task | rows | text | load | tokenize | 2,000 batches |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "Peak of memory that no file backs, above that of a process which has imported everything, in MiB, by "
+        "phase; each in a process of its own with an empty cache. One Parquet file; a tenth of its rows is cut "
+        "off as the validation split. *In use* is what is allocated, measured with allocators that give back at "
+        "once what is freed; *taken* is what a process has from the system with the usual ones, which keep some "
+        "of it to be used again.",
+        "",
+        "| memory | task | rows | text | load | tokenize | 2,000 batches |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for memory, environment in {"in use": AT_ONCE, "taken": {}}.items():
         for task in ("classification", "causal_lm"):
             for count in (args.rows // 10, args.rows):
@@ -273,8 +327,12 @@ def rows(args: argparse.Namespace) -> list[str]:
 
 def comparison(args: argparse.Namespace) -> list[str]:
     """What comparing the ranks costs."""
-    lines = ["MiniLM on 2 ranks, 8 rows of at most 64 tokens each.", "",
-             "| hash | step, ms | comparison, ms | share at every 100 steps |", "|---|---|---|---|"]
+    lines = [
+        "MiniLM on 2 ranks, 8 rows of at most 64 tokens each.",
+        "",
+        "| hash | step, ms | comparison, ms | share at every 100 steps |",
+        "|---|---|---|---|",
+    ]
     for check in ("sampled", "full"):
         step, compared = launch(comparison_seconds, check, 30, num_processes=2, timeout=600, stream=False)[0]
         lines.append(f"| {check} | {step * 1000:.1f} | {compared * 1000:.2f} | {compared / step:.3f} % |")

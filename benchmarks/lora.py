@@ -37,8 +37,10 @@ def in_pairs(pairs: int) -> tuple[float, float]:
     """Median of PEFT's seconds over ours per step, and how far the logits of both are apart at the end."""
     ours = lab.prepared("LoRA")
     models = {"ours": ours, "PEFT": with_pefts_adapters(ours)}
-    optimizers = {name: torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-3)
-                  for name, model in models.items()}
+    optimizers = {
+        name: torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-3)
+        for name, model in models.items()
+    }
     ratios = []
     for number in range(pairs + 3):  # three to warm up
         ids = torch.randint(512, (8, 64), generator=torch.Generator().manual_seed(number))
@@ -63,8 +65,7 @@ def main() -> None:
     options = parser.parse_args()
     held = launch(lab.all_held, num_processes=options.ranks, device="cpu", stream=False)[0]
     heads = "strategy | method | trained | parameters, kB | gradients, kB | states, kB | activations, kB | sent, kB"
-    lines = [f"| {heads} |",
-             "|---|---|---:|---:|---:|---:|---:|---:|"]
+    lines = [f"| {heads} |", "|---|---|---:|---:|---:|---:|---:|---:|"]
     for way, methods in held.items():
         for method, counted in methods.items():
             plan = lab.planned(way, method, options.ranks)
@@ -73,12 +74,14 @@ def main() -> None:
             lines.append(f"| {way} | {method} | {counted.trained:,} | {' | '.join(cells)} |")
     ratio, apart = in_pairs(options.pairs)
     table = "\n".join(lines)
-    text = (f"# Adapters\n\n{machine.measured_on('torch', 'transformers')}\n\nA Llama of 4 blocks of width 128 in "
-            f"fp32, {lab.ROWS} rows of {lab.TOKENS} tokens per rank, rank {lab.RANK} beside all linear layers of the "
-            f"blocks, {options.ranks} ranks over gloo. Counted on rank 0, in brackets what the planner foresees; "
-            f"activations at their most, all else as it rests.\n\n{table}\n\nA step of LoRA with PEFT "
-            f"{version('peft')} takes {ratio:.2f} times as long as with ours, the median of {options.pairs} pairs in "
-            f"one process; afterwards the logits of both are {apart:.0e} apart at most.\n")
+    text = (
+        f"# Adapters\n\n{machine.measured_on('torch', 'transformers')}\n\nA Llama of 4 blocks of width 128 in "
+        f"fp32, {lab.ROWS} rows of {lab.TOKENS} tokens per rank, rank {lab.RANK} beside all linear layers of the "
+        f"blocks, {options.ranks} ranks over gloo. Counted on rank 0, in brackets what the planner foresees; "
+        f"activations at their most, all else as it rests.\n\n{table}\n\nA step of LoRA with PEFT "
+        f"{version('peft')} takes {ratio:.2f} times as long as with ours, the median of {options.pairs} pairs in "
+        f"one process; afterwards the logits of both are {apart:.0e} apart at most.\n"
+    )
     write_text(Path(__file__).parent / "lora.md", text)
     print(text)
 

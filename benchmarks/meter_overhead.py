@@ -50,18 +50,25 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=40)
     options = parser.parse_args()
-    lines = ["| engine | width | collectives per step | without (ms) | with (ms) | ratio, median of pairs |",
-             "|---|---|---|---|---|---|"]
+    lines = [
+        "| engine | width | collectives per step | without (ms) | with (ms) | ratio, median of pairs |",
+        "|---|---|---|---|---|---|",
+    ]
     for engine in ENGINES:
         for width in (64, 256):
-            without, with_meter, collectives = launch(measure, engine, width, options.pairs,
-                                                      num_processes=options.ranks, timeout=300, stream=False)[0]
+            without, with_meter, collectives = launch(
+                measure, engine, width, options.pairs, num_processes=options.ranks, timeout=300, stream=False
+            )[0]
             ratio = statistics.median(b / a for a, b in zip(without, with_meter, strict=True))
-            lines.append(f"| {engine} | {width} | {collectives} | {statistics.median(without) * 1e3:.1f} | "
-                         f"{statistics.median(with_meter) * 1e3:.1f} | {ratio:.2f} |")
+            lines.append(
+                f"| {engine} | {width} | {collectives} | {statistics.median(without) * 1e3:.1f} | "
+                f"{statistics.median(with_meter) * 1e3:.1f} | {ratio:.2f} |"
+            )
     table = "\n".join(lines)
-    text = (f"# What the meter costs\n\n{machine.measured_on('torch')}\n\n{options.ranks} ranks over gloo, GPT-2 of 4 "
-            f"layers, {BATCH} rows of {TOKENS} tokens per rank, {options.pairs} pairs of steps.\n\n{table}\n")
+    text = (
+        f"# What the meter costs\n\n{machine.measured_on('torch')}\n\n{options.ranks} ranks over gloo, GPT-2 of 4 "
+        f"layers, {BATCH} rows of {TOKENS} tokens per rank, {options.pairs} pairs of steps.\n\n{table}\n"
+    )
     write_text(Path(__file__).parent / "meter-overhead.md", text)
     print(text)
 

@@ -36,8 +36,15 @@ ENGINES: dict[str, Callable] = {"ours": PipelineExecutor, "torch": TorchPipeline
 
 
 def config(args: argparse.Namespace) -> GPT2Config:
-    return GPT2Config(n_layer=args.layers, n_embd=args.hidden, n_head=4, n_positions=args.length,
-                      vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0)
+    return GPT2Config(
+        n_layer=args.layers,
+        n_embd=args.hidden,
+        n_head=4,
+        n_positions=args.length,
+        vocab_size=VOCABULARY,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
 
 
 def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -65,8 +72,10 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     for name in KINDS:
         schedule = make(name, dist.get_world_size(), args.microbatches)
         own = cut(model, split_evenly(model, schedule.stages, by="parameters"), schedule.stages_of(rank))
-        engines = {engine: make_engine(schedule, copy.deepcopy(own), loss, device=device)
-                   for engine, make_engine in ENGINES.items()}
+        engines = {
+            engine: make_engine(schedule, copy.deepcopy(own), loss, device=device)
+            for engine, make_engine in ENGINES.items()
+        }
         seconds: dict[str, list[float]] = {engine: [] for engine in engines}
         for turn in range(args.rounds + 2):
             for engine in list(engines)[:: 1 if turn % 2 else -1]:
@@ -126,11 +135,13 @@ def main() -> None:
     found = launch(measure, args, num_processes=ranks, timeout=1800, device="cuda" if gpus else "cpu")[0]
     kind = "gpu" if gpus else "cpu"
     size = sum(parameter.numel() for parameter in GPT2LMHeadModel(config(args)).parameters())
-    text = (f"# Pipelines: {kind}\n\n{machine.measured_on('torch', 'transformers')}\n\n"
-            f"{ranks} ranks, GPT-2 of {size / 1e6:.1f} M parameters, fp32, {args.microbatches} micro-batches of "
-            f"{args.rows} rows of {args.length} tokens; {args.rounds} rounds of {args.steps} steps, in turn; forward "
-            f"and backward.\n\n{table(found)}\n\n"
-            f"Simulator: 64 stages × 512 micro-batches in {simulator_seconds():.2f} s.\n")
+    text = (
+        f"# Pipelines: {kind}\n\n{machine.measured_on('torch', 'transformers')}\n\n"
+        f"{ranks} ranks, GPT-2 of {size / 1e6:.1f} M parameters, fp32, {args.microbatches} micro-batches of "
+        f"{args.rows} rows of {args.length} tokens; {args.rounds} rounds of {args.steps} steps, in turn; forward "
+        f"and backward.\n\n{table(found)}\n\n"
+        f"Simulator: 64 stages × 512 micro-batches in {simulator_seconds():.2f} s.\n"
+    )
     write_text(HERE / f"pipeline-{kind}.md", text)
     print(text)
 

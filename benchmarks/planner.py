@@ -81,8 +81,9 @@ def compare(flash2: bool = False) -> tuple[list[Compared], list[str]]:
         found.append(Compared(row["id"], kind, "tokens/s/GPU", measured, predicted, *about))
         held = _measured_memory(row)
         if held:
-            found.append(Compared(row["id"], kind + ", memory", "GiB", held,
-                                  memory.estimate(model, plan).total / 2**30, *about))
+            found.append(
+                Compared(row["id"], kind + ", memory", "GiB", held, memory.estimate(model, plan).total / 2**30, *about)
+            )
     return found, left
 
 
@@ -109,8 +110,10 @@ def _rank() -> dict[int, dict[str, float]]:
         module = engine.module
         with Meter(module, optimizer, getattr(engine, "resident", None)) as meter:
             engine(input_ids=ids, labels=ids).loss.backward()
-        held[stage] = {**{kind: meter.resident[kind] for kind in zero_lab.STATE},
-                       "activations": meter.peak["activations"]}
+        held[stage] = {
+            **{kind: meter.resident[kind] for kind in zero_lab.STATE},
+            "activations": meter.peak["activations"],
+        }
     return held
 
 
@@ -118,18 +121,40 @@ def on_real_ranks() -> list[Compared]:
     """A small GPT-2 in fp32 on two ranks of this machine, each stage of ZeRO: the meter beside the memory model."""
     from course_lib.launching.launch import launch
 
-    model = models.from_config({"model_type": "gpt2", "n_layer": 4, "n_embd": 96, "n_head": 4, "n_positions": 32,
-                                "vocab_size": 512, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
+    model = models.from_config(
+        {
+            "model_type": "gpt2",
+            "n_layer": 4,
+            "n_embd": 96,
+            "n_head": 4,
+            "n_positions": 32,
+            "vocab_size": 512,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        }
+    )
     found = []
     for stage, held in launch(_rank, num_processes=2, timeout=90)[0].items():
         plan = Plan(32, "deepspeed" if stage else "ddp", stage, data=2, micro_batch=16, precision="fp32")
         formula = memory.estimate(model, plan)
-        for kind, bytes_ in (("parameters", formula.parameters), ("gradients", formula.gradients),
-                             ("optimizer states", formula.optimizer)):
-            found.append(Compared(f"stage {stage}, {kind}", "two ranks, model states", "MiB",
-                                  held[kind] / 2**20, bytes_ / 2**20))
-        found.append(Compared(f"stage {stage}, activations", "two ranks, activations", "MiB",
-                              held["activations"] / 2**20, (formula.activations + formula.logits) / 2**20))
+        for kind, bytes_ in (
+            ("parameters", formula.parameters),
+            ("gradients", formula.gradients),
+            ("optimizer states", formula.optimizer),
+        ):
+            found.append(
+                Compared(f"stage {stage}, {kind}", "two ranks, model states", "MiB", held[kind] / 2**20, bytes_ / 2**20)
+            )
+        found.append(
+            Compared(
+                f"stage {stage}, activations",
+                "two ranks, activations",
+                "MiB",
+                held["activations"] / 2**20,
+                (formula.activations + formula.logits) / 2**20,
+            )
+        )
     return found
 
 
@@ -138,34 +163,53 @@ def by_kind(found: list[Compared]) -> dict[str, tuple[int, float, float]]:
     kinds = defaultdict(list)
     for each in found:
         kinds[each.kind].append(abs(each.error))
-    return {kind: (len(errors), statistics.median(errors), sorted(errors)[math.ceil(0.9 * len(errors)) - 1])
-            for kind, errors in kinds.items()}
+    return {
+        kind: (len(errors), statistics.median(errors), sorted(errors)[math.ceil(0.9 * len(errors)) - 1])
+        for kind, errors in kinds.items()
+    }
 
 
 def by_half(found: list[Compared]) -> Iterator[str]:
     """The same errors by regime, in those sources that may be used and in those that are held out."""
-    yield ("\nSources whose SHA-256 is even are held out: no constant and no formula is chosen by their rows from now "
-           "on. Regimes, of which a run is of the first that fits: at least 32,768 tokens, 128 GPUs, 30 B parameters, "
-           "at most 3 B, and the rest. Median and 90th percentile of |error|:\n\n"
-           "| | used | | held out | |\n| --- | ---: | ---: | ---: | ---: |")
+    yield (
+        "\nSources whose SHA-256 is even are held out: no constant and no formula is chosen by their rows from now "
+        "on. Regimes, of which a run is of the first that fits: at least 32,768 tokens, 128 GPUs, 30 B parameters, "
+        "at most 3 B, and the rest. Median and 90th percentile of |error|:\n\n"
+        "| | used | | held out | |\n| --- | ---: | ---: | ---: | ---: |"
+    )
     for quantity in ("tokens/s/GPU", "GiB"):
         published = [each for each in found if each.quantity == quantity and each.source]
         for regime in (*REGIMES, "all"):
             cells = []
             for out in (False, True):
-                errors = sorted(abs(each.error) for each in published
-                                if each.held_out is out and regime in (each.regime, "all"))
-                cells += [f"{len(errors)} rows", f"{statistics.median(errors):.1%}, "
-                          f"{errors[math.ceil(0.9 * len(errors)) - 1]:.1%}"] if errors else ["none", ""]
+                errors = sorted(
+                    abs(each.error) for each in published if each.held_out is out and regime in (each.regime, "all")
+                )
+                cells += (
+                    [
+                        f"{len(errors)} rows",
+                        f"{statistics.median(errors):.1%}, {errors[math.ceil(0.9 * len(errors)) - 1]:.1%}",
+                    ]
+                    if errors
+                    else ["none", ""]
+                )
             yield f"| {quantity}, {regime} | " + " | ".join(cells) + " |"
 
 
 def known_errors(found: list[Compared], without: str = "") -> dict[str, dict[str, list[float]]]:
     """The signed errors of all published rows but those of one source, by quantity and regime: what intervals are
     made of."""
-    return {quantity: {regime: sorted(round(each.error, 4) for each in found if each.source not in ("", without)
-                                      and (each.quantity, each.regime) == (quantity, regime)) for regime in REGIMES}
-            for quantity in ("tokens/s/GPU", "GiB")}
+    return {
+        quantity: {
+            regime: sorted(
+                round(each.error, 4)
+                for each in found
+                if each.source not in ("", without) and (each.quantity, each.regime) == (quantity, regime)
+            )
+            for regime in REGIMES
+        }
+        for quantity in ("tokens/s/GPU", "GiB")
+    }
 
 
 def held(found: list[Compared], group: Callable[[str], str] = str) -> list[tuple[Compared, bool]]:
@@ -177,9 +221,12 @@ def held(found: list[Compared], group: Callable[[str], str] = str) -> list[tuple
     """
     grouped = [replace(each, source=group(each.source)) for each in found if each.source]
     without = {source: known_errors(grouped, source) for source in {each.source for each in grouped}}
-    spans = [intervals.around(each.predicted, intervals.chosen(without[each.source][each.quantity], each.quantity,
-                                                                  each.regime))
-             for each in grouped]
+    spans = [
+        intervals.around(
+            each.predicted, intervals.chosen(without[each.source][each.quantity], each.quantity, each.regime)
+        )
+        for each in grouped
+    ]
     return [(each, span.low <= each.measured <= span.high) for each, span in zip(grouped, spans, strict=True)]
 
 
@@ -195,23 +242,29 @@ def publication(source: str) -> str:
 
 def coverage(found: list[Compared]) -> Iterator[str]:
     """How often the intervals hold for what they were not made of."""
-    yield (f"\nIntervals are to hold {intervals.SHARE:.0%} of true values. They are made of the errors on this page, "
-           "those of speed by regime, those of memory all together (`course_lib/planning/intervals.py`), and measured "
-           "on what they are not made of: each source (a "
-           "table of a paper, a page of a repository) is left out in its turn, and its rows are held against the "
-           "intervals of all others; then each whole publication, with all of its tables.\n\n"
-           "| | a source left out | a publication left out |\n| --- | ---: | ---: |")
+    yield (
+        f"\nIntervals are to hold {intervals.SHARE:.0%} of true values. They are made of the errors on this page, "
+        "those of speed by regime, those of memory all together (`course_lib/planning/intervals.py`), and measured "
+        "on what they are not made of: each source (a "
+        "table of a paper, a page of a repository) is left out in its turn, and its rows are held against the "
+        "intervals of all others; then each whole publication, with all of its tables.\n\n"
+        "| | a source left out | a publication left out |\n| --- | ---: | ---: |"
+    )
     by_source, by_publication = held(found), held(found, publication)
     for quantity in ("tokens/s/GPU", "GiB"):
         for regime in (*REGIMES, "all"):
-            cells = [_share([holds for each, holds in rows if each.quantity == quantity
-                             and regime in (each.regime, "all")]) for rows in (by_source, by_publication)]
+            cells = [
+                _share([holds for each, holds in rows if each.quantity == quantity and regime in (each.regime, "all")])
+                for rows in (by_source, by_publication)
+            ]
             yield f"| {quantity}, {regime} | " + " | ".join(cells) + " |"
     zero_bubble = sum(each.quantity == "GiB" and "2401.10241" in each.source for each in found)
-    yield (f"\nOf memory one publication has {zero_bubble} rows, and its errors are smaller than all others': without "
-           "it intervals are too far off for it. Sources do not mean the same by memory: torchtitan prints what the "
-           "allocator reserved, others what was allocated, or do not say. What `course plan` tells of memory is the "
-           "chance that a plan fits; how often it was right is in planner-sweep.md.")
+    yield (
+        f"\nOf memory one publication has {zero_bubble} rows, and its errors are smaller than all others': without "
+        "it intervals are too far off for it. Sources do not mean the same by memory: torchtitan prints what the "
+        "allocator reserved, others what was allocated, or do not say. What `course plan` tells of memory is the "
+        "chance that a plan fits; how often it was right is in planner-sweep.md."
+    )
 
 
 def _share(inside: list[bool]) -> str:
@@ -241,38 +294,45 @@ def shares() -> dict[tuple[str, str], float]:
 
 def report(found: list[Compared], left: list[str]) -> Iterator[str]:
     """The page."""
-    yield ("# The planner beside published measurements\n\nWritten by `python -m benchmarks.planner`. Error: predicted "
-           "over measured, less one. No constant was chosen by a row of this page: shares of peak come from the steps "
-           "in `course_lib/planning/catalogue/calibration.yaml`, which were written down from the publications by "
-           "memory, the rest from datasheets and link benchmarks.\n\n"
-           "| kind | rows | median \\|error\\| | 90th percentile |\n| --- | ---: | ---: | ---: |")
+    yield (
+        "# The planner beside published measurements\n\nWritten by `python -m benchmarks.planner`. Error: predicted "
+        "over measured, less one. No constant was chosen by a row of this page: shares of peak come from the steps "
+        "in `course_lib/planning/catalogue/calibration.yaml`, which were written down from the publications by "
+        "memory, the rest from datasheets and link benchmarks.\n\n"
+        "| kind | rows | median \\|error\\| | 90th percentile |\n| --- | ---: | ---: | ---: |"
+    )
     for kind, (count, middle, high) in by_kind(found).items():
         yield f"| {kind} | {count} | {middle:.1%} | {high:.1%} |"
     for quantity in ("tokens/s/GPU", "GiB"):
         rows = [each for each in found if each.quantity == quantity]
-        yield (f"| **all, {quantity}** | {len(rows)} | {statistics.median(abs(each.error) for each in rows):.1%} | "
-               f"{sorted(abs(each.error) for each in rows)[math.ceil(0.9 * len(rows)) - 1]:.1%} |")
+        yield (
+            f"| **all, {quantity}** | {len(rows)} | {statistics.median(abs(each.error) for each in rows):.1%} | "
+            f"{sorted(abs(each.error) for each in rows)[math.ceil(0.9 * len(rows)) - 1]:.1%} |"
+        )
     yield from by_half(found)
     yield from coverage(found)
     other = [each for each in compare(flash2=True)[0] if each.quantity == "tokens/s/GPU"]
     mosaics = [abs(each.error) for each in other if each.kind == "MosaicML FSDP"]
-    yield ("\nHow a row is read follows its source, also in what the row itself leaves out (`planner_rows.py` cites "
-           "each). It was looked up after the first errors had been seen, which weighs most where MosaicML's A100 "
-           "rows are concerned: their script names the Triton kernel of the first FlashAttention, at 37 and 25 % of "
-           "peak by Triton's own regression test. Read with FlashAttention-2 instead, the median of MosaicML's rows "
-           f"would be {statistics.median(mosaics):.1%}, and of all tokens/s/GPU "
-           f"{statistics.median(abs(each.error) for each in other):.1%}.\n\n"
-           "nanotron compiles nothing, so its rows are read as plain PyTorch; its own kernels for RMS norms and rotary "
-           "positions are not counted, and it is faster than predicted for that.\n\n"
-           "Not explained: nanotron's slowest rows; torchtitan's contexts split over eight ranks, which reach half of "
-           "the predicted speed; float8 with a scale for each row, which its source calls slow itself; ZeRO-3 of 2021 "
-           "across 48 and 96 nodes.")
+    yield (
+        "\nHow a row is read follows its source, also in what the row itself leaves out (`planner_rows.py` cites "
+        "each). It was looked up after the first errors had been seen, which weighs most where MosaicML's A100 "
+        "rows are concerned: their script names the Triton kernel of the first FlashAttention, at 37 and 25 % of "
+        "peak by Triton's own regression test. Read with FlashAttention-2 instead, the median of MosaicML's rows "
+        f"would be {statistics.median(mosaics):.1%}, and of all tokens/s/GPU "
+        f"{statistics.median(abs(each.error) for each in other):.1%}.\n\n"
+        "nanotron compiles nothing, so its rows are read as plain PyTorch; its own kernels for RMS norms and rotary "
+        "positions are not counted, and it is faster than predicted for that.\n\n"
+        "Not explained: nanotron's slowest rows; torchtitan's contexts split over eight ranks, which reach half of "
+        "the predicted speed; float8 with a scale for each row, which its source calls slow itself; ZeRO-3 of 2021 "
+        "across 48 and 96 nodes."
+    )
     yield "\n## Worst rows\n\n| row | quantity | measured | predicted | error |\n| --- | --- | ---: | ---: | ---: |"
     for each in sorted(found, key=lambda each: -abs(each.error))[:15]:
         yield f"| {each.row} | {each.quantity} | {each.measured:,.4g} | {each.predicted:,.4g} | {each.error:+.0%} |"
-    yield (f"\n## Not compared\n\n{len(left)} rows that the planner has no words for (experts spread over ranks, "
-           "NVFP4, accelerators that the catalogue lacks, sizes that the row does not give): "
-           + ", ".join(left) + ".\n")
+    yield (
+        f"\n## Not compared\n\n{len(left)} rows that the planner has no words for (experts spread over ranks, "
+        "NVFP4, accelerators that the catalogue lacks, sizes that the row does not give): " + ", ".join(left) + ".\n"
+    )
     yield "## All rows\n\n| row | quantity | measured | predicted | error |\n| --- | --- | ---: | ---: | ---: |"
     for each in found:
         yield f"| {each.row} | {each.quantity} | {each.measured:,.4g} | {each.predicted:,.4g} | {each.error:+.0%} |"

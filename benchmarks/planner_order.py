@@ -64,8 +64,15 @@ def pairs() -> list[Pair]:
         setting = None if row["kind"] not in READERS or read is mosaic else read(row)
         if setting is not None:
             model, plan, cluster, _ = setting
-            same = (publication(row["source"]), model.hidden, model.layers, model.vocab, cluster.accelerator.name,
-                    plan.gpus, plan.sequence_length)
+            same = (
+                publication(row["source"]),
+                model.hidden,
+                model.layers,
+                model.vocab,
+                cluster.accelerator.name,
+                plan.gpus,
+                plan.sequence_length,
+            )
             groups[same].append((row["id"], setting))
     found = []
     for group in groups.values():
@@ -78,8 +85,16 @@ def pairs() -> list[Pair]:
 
 def _strategy(plan: Plan) -> tuple:
     """What makes two plans different strategies rather than different sizes."""
-    return (plan.engine, plan.stage, plan.tensor > 1, plan.pipeline > 1, plan.context > 1, plan.checkpointing,
-            plan.precision, plan.compiled)
+    return (
+        plan.engine,
+        plan.stage,
+        plan.tensor > 1,
+        plan.pipeline > 1,
+        plan.context > 1,
+        plan.checkpointing,
+        plan.precision,
+        plan.compiled,
+    )
 
 
 def _speed(setting: Setting) -> float:
@@ -94,8 +109,11 @@ def places() -> list[Place]:
 
 def _place(row: str, batch: int, setting: Setting) -> Place:
     model, best, cluster, measured = setting
-    plans = {_layout(plan): plan for plan in _layouts(best, batch, model.layers)
-             if memory.estimate(model, plan).total / 2**30 <= ROOM_GIB} | {_layout(best): best}
+    plans = {
+        _layout(plan): plan
+        for plan in _layouts(best, batch, model.layers)
+        if memory.estimate(model, plan).total / 2**30 <= ROOM_GIB
+    } | {_layout(best): best}
     speeds = {layout: _speed((model, plan, cluster, measured)) for layout, plan in plans.items()}
     order = sorted(speeds, key=lambda layout: -speeds[layout])
     mine = _layout(best)
@@ -108,34 +126,48 @@ def _layouts(like: Plan, batch: int, layers: int) -> Iterator[Plan]:
         data = like.gpus // (tensor * pipeline)
         whole = data and data * tensor * pipeline == like.gpus and batch % (data * micro) == 0
         if whole and pipeline <= layers and (data > 1 or stage == 0):
-            yield replace(like, data=data, tensor=tensor, pipeline=pipeline, stage=stage, micro_batch=micro,
-                          accumulation=batch // (data * micro))
+            yield replace(
+                like,
+                data=data,
+                tensor=tensor,
+                pipeline=pipeline,
+                stage=stage,
+                micro_batch=micro,
+                accumulation=batch // (data * micro),
+            )
 
 
 def _layout(plan: Plan) -> str:
-    return (f"dp {plan.data} × tp {plan.tensor} × pp {plan.pipeline}, ZeRO-{plan.stage}, "
-            f"micro-batch {plan.micro_batch}")
+    return f"dp {plan.data} × tp {plan.tensor} × pp {plan.pipeline}, ZeRO-{plan.stage}, micro-batch {plan.micro_batch}"
 
 
 def report() -> Iterator[str]:
     """The page."""
     found = pairs()
-    yield (f"# The order of strategies, beside published measurements\n\nWritten by `python -m "
-           f"benchmarks.planner_order`. Published runs of one model on the same GPUs whose strategies differ and "
-           f"whose speeds differ by more than {CLEAR - 1:.0%}: the faster one is predicted to be in "
-           f"{sum(each.right for each in found)} of {len(found)}.\n\n"
-           "| first | second | measured, first / second | predicted | order |\n| --- | --- | ---: | ---: | --- |")
+    yield (
+        f"# The order of strategies, beside published measurements\n\nWritten by `python -m "
+        f"benchmarks.planner_order`. Published runs of one model on the same GPUs whose strategies differ and "
+        f"whose speeds differ by more than {CLEAR - 1:.0%}: the faster one is predicted to be in "
+        f"{sum(each.right for each in found)} of {len(found)}.\n\n"
+        "| first | second | measured, first / second | predicted | order |\n| --- | --- | ---: | ---: | --- |"
+    )
     for pair in found:
-        yield (f"| {pair.first} | {pair.second} | {pair.measured:.2f} | {pair.predicted:.2f} | "
-               f"{'right' if pair.right else '**wrong**'} |")
+        yield (
+            f"| {pair.first} | {pair.second} | {pair.measured:.2f} | {pair.predicted:.2f} | "
+            f"{'right' if pair.right else '**wrong**'} |"
+        )
     every = places()
-    yield ("\nThe layouts that nanotron's sweep found to be best, among all of the same batch that fit. The planner "
-           "calls none of them slow, and takes for faster what the sweep, on that network, did not: more data "
-           "parallelism.\n\n| row | best of the sweep | its place | predicted best | faster by |\n"
-           "| --- | --- | ---: | --- | ---: |")
+    yield (
+        "\nThe layouts that nanotron's sweep found to be best, among all of the same batch that fit. The planner "
+        "calls none of them slow, and takes for faster what the sweep, on that network, did not: more data "
+        "parallelism.\n\n| row | best of the sweep | its place | predicted best | faster by |\n"
+        "| --- | --- | ---: | --- | ---: |"
+    )
     for place in every:
-        yield (f"| {place.row} | {place.layout} | {place.place} of {place.fitting} | {place.predicted_best} | "
-               f"{place.behind:.0%} |")
+        yield (
+            f"| {place.row} | {place.layout} | {place.place} of {place.fitting} | {place.predicted_best} | "
+            f"{place.behind:.0%} |"
+        )
 
 
 if __name__ == "__main__":

@@ -28,9 +28,18 @@ Setting = tuple[models.Model, Plan, hardware.Cluster, float]
 
 def gpt(hidden: int, layers: int, heads: int, vocab: int, sequence: int, dropout: float = 0.1) -> models.Model:
     """A GPT of Megatron's or MosaicML's sizes."""
-    return models.from_config({"model_type": "gpt2", "n_embd": hidden, "n_layer": layers, "n_head": heads,
-                               "vocab_size": vocab, "n_positions": sequence, "resid_pdrop": dropout,
-                               "activation_function": "gelu"})
+    return models.from_config(
+        {
+            "model_type": "gpt2",
+            "n_embd": hidden,
+            "n_layer": layers,
+            "n_head": heads,
+            "vocab_size": vocab,
+            "n_positions": sequence,
+            "resid_pdrop": dropout,
+            "activation_function": "gelu",
+        }
+    )
 
 
 def fastest(settings: list[Setting]) -> Setting:
@@ -38,8 +47,14 @@ def fastest(settings: list[Setting]) -> Setting:
     return max(settings, key=lambda each: cost.estimate(*each[:3]).tokens_per_second)
 
 
-def open_choices(model: models.Model, base: dict[str, Any], batch: int, cluster: hardware.Cluster,
-                 tokens: float, micro: int | None = None) -> Setting:
+def open_choices(
+    model: models.Model,
+    base: dict[str, Any],
+    batch: int,
+    cluster: hardware.Cluster,
+    tokens: float,
+    micro: int | None = None,
+) -> Setting:
     """Every micro-batch (and stages per rank, where the schedule is interleaved) that makes up the global batch."""
     sequences = batch // base["data"]
     settings = []
@@ -48,8 +63,9 @@ def open_choices(model: models.Model, base: dict[str, Any], batch: int, cluster:
             if sequences % size or (virtual or 1) * base.get("pipeline", 1) > model.layers:
                 continue
             extra = {"virtual": virtual} if virtual else {}
-            settings.append((model, Plan(**{**base, **extra}, micro_batch=size, accumulation=sequences // size),
-                             cluster, tokens))
+            settings.append(
+                (model, Plan(**{**base, **extra}, micro_batch=size, accumulation=sequences // size), cluster, tokens)
+            )
     return fastest(settings)
 
 
@@ -67,13 +83,25 @@ def megatron_2021(row: dict[str, Any]) -> Setting | None:
     h100 = c["gpu"] == "H100"
     model = gpt(c["hidden"], c["layers"], c["heads"], c["vocab"], c["seq"])
     tokens = megatron_tokens(model, row["value"]["tflops_per_gpu"], c["seq"], 3 if h100 else 4)
-    base = {"sequence_length": c["seq"], "engine": "megatron", "data": c["dp"], "tensor": c["tp"],
-            "pipeline": c["pp"], "compiled": True, "schedule": "interleaved" if c["pp"] > 1 else "1f1b"}
+    base = {
+        "sequence_length": c["seq"],
+        "engine": "megatron",
+        "data": c["dp"],
+        "tensor": c["tp"],
+        "pipeline": c["pp"],
+        "compiled": True,
+        "schedule": "interleaved" if c["pp"] > 1 else "1f1b",
+    }
     if h100:
         base |= {"stage": 1, "overlap_tensor": True}
     else:  # 2021: no fused attention, no sequence parallelism, gradients summed after the backward pass
-        base |= {"checkpointing": "full", "flash": False, "sequence_parallel": False, "overlap": False,
-                 "precision": "fp16"}
+        base |= {
+            "checkpointing": "full",
+            "flash": False,
+            "sequence_parallel": False,
+            "overlap": False,
+            "precision": "fp16",
+        }
     return open_choices(model, base, c["batch"], hardware.cluster("H100" if h100 else "A100-80", c["gpus"]), tokens)
 
 
@@ -82,9 +110,20 @@ def megatron_iteration(row: dict[str, Any]) -> Setting | None:
     seconds = row["value"].get("iteration_s_selective_sp") or row["value"].get("iteration_s")
     if seconds is None or c.get("model") != "530B":  # whose sizes are below; a later row of it leaves them out
         return None
-    base = {"sequence_length": 2048, "engine": "megatron", "data": c["dp"], "tensor": c["tp"], "pipeline": c["pp"],
-            "compiled": True, "schedule": "interleaved", "virtual": 3, "checkpointing": "selective",
-            "flash": False, "overlap": False, "precision": "fp16"}
+    base = {
+        "sequence_length": 2048,
+        "engine": "megatron",
+        "data": c["dp"],
+        "tensor": c["tp"],
+        "pipeline": c["pp"],
+        "compiled": True,
+        "schedule": "interleaved",
+        "virtual": 3,
+        "checkpointing": "selective",
+        "flash": False,
+        "overlap": False,
+        "precision": "fp16",
+    }
     model = gpt(20480, 105, 128, 51200, 2048)
     tokens = c["global_batch"] * 2048 / seconds / c["gpus"]
     return open_choices(model, base, c["global_batch"], hardware.cluster("A100-80", c["gpus"]), tokens, 1)
@@ -96,13 +135,25 @@ def zero3_against_ptd(row: dict[str, Any]) -> Setting:
     model = gpt(20480, 105, 128, 51200, 2048) if big else gpt(12288, 96, 96, 51200, 2048)
     tokens = megatron_tokens(model, row["value"]["tflops_per_gpu"], 2048, 4)
     cluster = hardware.cluster("A100-80", c["gpus"])
-    base = {"sequence_length": 2048, "checkpointing": "full", "flash": False, "compiled": True, "precision": "fp16",
-            "sequence_parallel": False}
+    base = {
+        "sequence_length": 2048,
+        "checkpointing": "full",
+        "flash": False,
+        "compiled": True,
+        "precision": "fp16",
+        "sequence_parallel": False,
+    }
     if "ZeRO" in c["scheme"]:
         base |= {"engine": "deepspeed", "stage": 3, "data": c["gpus"]}
     else:
-        base |= {"engine": "megatron", "tensor": 8, "pipeline": 35, "data": c["gpus"] // 280,
-                 "schedule": "interleaved", "overlap": False}
+        base |= {
+            "engine": "megatron",
+            "tensor": 8,
+            "pipeline": 35,
+            "data": c["gpus"] // 280,
+            "schedule": "interleaved",
+            "overlap": False,
+        }
     return open_choices(model, base, c["batch"], cluster, tokens, c["microbatch"])
 
 
@@ -110,8 +161,17 @@ def llama_405b(row: dict[str, Any]) -> Setting:
     c = row["config"]
     model = models.load("llama-405b")
     tokens = row["value"]["tflops_per_gpu"] * 1e12 / model.flops(c["seq"] // 2)  # counts the causal half
-    base = {"sequence_length": c["seq"], "engine": "fsdp", "stage": 3, "data": c["dp"], "tensor": c["tp"],
-            "pipeline": c["pp"], "context": c["cp"], "compiled": True, "schedule": "interleaved"}
+    base = {
+        "sequence_length": c["seq"],
+        "engine": "fsdp",
+        "stage": 3,
+        "data": c["dp"],
+        "tensor": c["tp"],
+        "pipeline": c["pp"],
+        "context": c["cp"],
+        "compiled": True,
+        "schedule": "interleaved",
+    }
     return open_choices(model, base, c["dp"] * c["batch_per_dp"], hardware.cluster("H100", c["gpus"]), tokens, 1)
 
 
@@ -134,24 +194,50 @@ def mosaic(row: dict[str, Any], flash2: bool = False) -> Setting:
         peak = cluster.accelerator.peak["bf16"]
         rates = TRITON_ATTENTION[0] * peak, TRITON_ATTENTION[1] * peak
         cluster = replace(cluster, accelerator=replace(cluster.accelerator, attention=rates))
-    plan = Plan(c["seq"], "fsdp", 3, data=c["gpus"], micro_batch=int(c["microbatch"]), compiled=False,
-                accumulation=int(c["grad_accum"]), checkpointing="full" if c["activation_checkpointing"] else "none",
-                precision="fp8" if c["precision"] == "amp_fp8" else "bf16",
-                recipe="mixed" if c["mp_mode"] == "PURE" else "autocast")
+    plan = Plan(
+        c["seq"],
+        "fsdp",
+        3,
+        data=c["gpus"],
+        micro_batch=int(c["microbatch"]),
+        compiled=False,
+        accumulation=int(c["grad_accum"]),
+        checkpointing="full" if c["activation_checkpointing"] else "none",
+        precision="fp8" if c["precision"] == "amp_fp8" else "bf16",
+        recipe="mixed" if c["mp_mode"] == "PURE" else "autocast",
+    )
     model = gpt(c["hidden"], c["layers"], c["heads"], c["vocab"], c["seq"], dropout=0.0)
     return model, plan, cluster, row["value"]["tokens_per_s_per_gpu"]
 
 
 def nanotron(row: dict[str, Any]) -> Setting:
     c = row["config"]
-    model = models.from_config({
-        "model_type": "llama", "hidden_size": c["hidden"], "num_hidden_layers": c["layers"],
-        "num_attention_heads": c["heads"], "num_key_value_heads": c["kv_heads"], "intermediate_size": c["ffn"],
-        "vocab_size": c["vocab"], "tie_word_embeddings": c["tied_embeddings"]})
-    plan = Plan(c["seq"], "megatron", c["zero"], data=c["dp"], tensor=c["tp"], pipeline=c["pp"],
-                micro_batch=c["mbs"], accumulation=c["grad_accum"], recipe="mixed, fp32 gradients")
+    model = models.from_config(
+        {
+            "model_type": "llama",
+            "hidden_size": c["hidden"],
+            "num_hidden_layers": c["layers"],
+            "num_attention_heads": c["heads"],
+            "num_key_value_heads": c["kv_heads"],
+            "intermediate_size": c["ffn"],
+            "vocab_size": c["vocab"],
+            "tie_word_embeddings": c["tied_embeddings"],
+        }
+    )
+    plan = Plan(
+        c["seq"],
+        "megatron",
+        c["zero"],
+        data=c["dp"],
+        tensor=c["tp"],
+        pipeline=c["pp"],
+        micro_batch=c["mbs"],
+        accumulation=c["grad_accum"],
+        recipe="mixed, fp32 gradients",
+    )
     measured = row["value"].get("tokens_per_s_per_gpu") or (
-        row["value"]["mfu_pct"] / 100 * 989e12 / model.flops(c["seq"]))
+        row["value"]["mfu_pct"] / 100 * 989e12 / model.flops(c["seq"])
+    )
     return model, plan, hardware.cluster("H100", c.get("gpus", plan.gpus)), measured
 
 
@@ -164,18 +250,32 @@ def torchtitan(row: dict[str, Any]) -> Setting | None:
         return None  # another model, or a label that does not say what was run
     low = c.get("float8") or "float8" in f"{c.get('opt')}{c.get('quantization')}"
     stages, local = c.get("pp", 1), c.get("local_batch", 1)
-    plan = Plan(c.get("seq", 8192), "fsdp", 3, data=c["fsdp"], tensor=c.get("tp", 1), context=c.get("cp", 1),
-                pipeline=stages, micro_batch=local if stages == 1 else 1, accumulation=1 if stages == 1 else local,
-                checkpointing=CHECKPOINTING[c["ac"]], compiled=c.get("compile", "opt" in c),
-                precision="fp8" if low else "bf16",
-                overlap_tensor=bool(c.get("async_tp")) or "asyncTP" in c.get("opt", ""))
+    plan = Plan(
+        c.get("seq", 8192),
+        "fsdp",
+        3,
+        data=c["fsdp"],
+        tensor=c.get("tp", 1),
+        context=c.get("cp", 1),
+        pipeline=stages,
+        micro_batch=local if stages == 1 else 1,
+        accumulation=1 if stages == 1 else local,
+        checkpointing=CHECKPOINTING[c["ac"]],
+        compiled=c.get("compile", "opt" in c),
+        precision="fp8" if low else "bf16",
+        overlap_tensor=bool(c.get("async_tp")) or "asyncTP" in c.get("opt", ""),
+    )
     measured = value.get("tokens_per_s_per_gpu") or value["tokens_per_s_per_gpu_vanilla_tp"]
     return models.load(f"llama-{size[1].lower()}"), plan, _titan_cluster(c), measured
 
 
 CHECKPOINTING: dict[str, Checkpointing] = {
-    "full": "full", "selective (op)": "operators", "selective op": "operators", "per-op SAC": "operators",
-    "selective layer": "alternate"}
+    "full": "full",
+    "selective (op)": "operators",
+    "selective op": "operators",
+    "per-op SAC": "operators",
+    "selective layer": "alternate",
+}
 """torchtitan's names; a "selective layer" recomputes every second block by default."""
 
 
@@ -184,9 +284,14 @@ def _titan_cluster(c: dict[str, Any]) -> hardware.Cluster:
     if "2.4TB/s" not in c.get("gpu", ""):
         return cluster
     chip = cluster.accelerator
-    return replace(cluster, accelerator=replace(
-        chip, bandwidth=GRAND_TETON["bandwidth"],
-        peak={dtype: peak * GRAND_TETON["peak"] for dtype, peak in chip.peak.items()}))
+    return replace(
+        cluster,
+        accelerator=replace(
+            chip,
+            bandwidth=GRAND_TETON["bandwidth"],
+            peak={dtype: peak * GRAND_TETON["peak"] for dtype, peak in chip.peak.items()},
+        ),
+    )
 
 
 def megatron_bridge(row: dict[str, Any]) -> Setting | None:
@@ -200,11 +305,21 @@ def megatron_bridge(row: dict[str, Any]) -> Setting | None:
     tensor, pipeline, context = int(c["TP"]), int(c["PP"]), int(c["CP"])
     data = int(c["#-GPUs"]) // (tensor * pipeline * context)
     virtual = c["VP"]
-    plan = Plan(int(c["Sequence Length"]), "fsdp" if sharded else "megatron", 3 if sharded else 1, data=data,
-                tensor=tensor, pipeline=pipeline, context=context, micro_batch=int(c["MBS"]),
-                accumulation=max(1, round(c["GBS"] / data / c["MBS"])), compiled=True, overlap_tensor=True,
-                precision="bf16" if precision == "BF16" else "fp8",
-                **({"schedule": "interleaved", "virtual": int(virtual)} if virtual not in ("n/a", 1.0) else {}))
+    plan = Plan(
+        int(c["Sequence Length"]),
+        "fsdp" if sharded else "megatron",
+        3 if sharded else 1,
+        data=data,
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        micro_batch=int(c["MBS"]),
+        accumulation=max(1, round(c["GBS"] / data / c["MBS"])),
+        compiled=True,
+        overlap_tensor=True,
+        precision="bf16" if precision == "BF16" else "fp8",
+        **({"schedule": "interleaved", "virtual": int(virtual)} if virtual not in ("n/a", 1.0) else {}),
+    )
     tokens = float(str(row["value"]["tokens_per_s_per_gpu"]).split(" ")[0])
     return model, plan, hardware.cluster(name, plan.gpus), tokens
 
@@ -221,16 +336,32 @@ def zero_bubble(row: dict[str, Any]) -> Setting | None:
     ZB-2p* of its second version has another micro-batch than its row says, and two rows give ranges.
     """
     c, samples = row["config"], row["value"].get("samples_per_gpu_per_s")
-    if c["schedule"] not in ZERO_BUBBLE_SCHEDULES or c["model"] not in ZERO_BUBBLE_SIZES or not isinstance(
-            samples, float | int):
+    if (
+        c["schedule"] not in ZERO_BUBBLE_SCHEDULES
+        or c["model"] not in ZERO_BUBBLE_SIZES
+        or not isinstance(samples, float | int)
+    ):
         return None
     layers, heads, hidden = ZERO_BUBBLE_SIZES[c["model"]]
-    base = {"sequence_length": 1024, "engine": "megatron", "data": 1, "pipeline": c["p"], "compiled": True,
-            "flash": False, "schedule": ZERO_BUBBLE_SCHEDULES[c["schedule"]]}
+    base = {
+        "sequence_length": 1024,
+        "engine": "megatron",
+        "data": 1,
+        "pipeline": c["p"],
+        "compiled": True,
+        "flash": False,
+        "schedule": ZERO_BUBBLE_SCHEDULES[c["schedule"]],
+    }
     if c["schedule"] == "1F1B-I":
         base["virtual"] = (layers + 2) // c["p"]
-    return open_choices(gpt(hidden, layers, heads, 50304, 1024), base, c["m"] * c["microbatch"],
-                        hardware.cluster("A100-80", c["p"]), samples * 1024, c["microbatch"])
+    return open_choices(
+        gpt(hidden, layers, heads, 50304, 1024),
+        base,
+        c["m"] * c["microbatch"],
+        hardware.cluster("A100-80", c["p"]),
+        samples * 1024,
+        c["microbatch"],
+    )
 
 
 NEMO_GPT3 = {"GPT3-5B": (4096, 24, 32), "GPT3-20B": (6144, 44, 48), "GPT3-175B": (12288, 96, 96)}
@@ -248,25 +379,52 @@ def nemo(row: dict[str, Any]) -> Setting:
     model = gpt(*NEMO_GPT3[name], 50304, sequence, dropout=0.0) if name in NEMO_GPT3 else models.load(name)
     data = c["gpus"] // (c["tp"] * c.get("pp", 1) * c["cp"])
     batch, micro, virtual = c.get("global_batch", max(data, 2**22 // sequence)), c.get("micro_batch", 1), c.get("vp", 1)
-    plan = Plan(sequence, "fsdp" if c.get("fsdp") else "megatron", 3 if c.get("fsdp") else 1, data=data,
-                tensor=c["tp"], pipeline=c.get("pp", 1), context=c["cp"], micro_batch=micro,
-                accumulation=max(1, batch // data // micro), compiled=True, overlap_tensor=True, precision="fp8",
-                schedule="interleaved" if virtual > 1 else "1f1b", virtual=virtual)
+    plan = Plan(
+        sequence,
+        "fsdp" if c.get("fsdp") else "megatron",
+        3 if c.get("fsdp") else 1,
+        data=data,
+        tensor=c["tp"],
+        pipeline=c.get("pp", 1),
+        context=c["cp"],
+        micro_batch=micro,
+        accumulation=max(1, batch // data // micro),
+        compiled=True,
+        overlap_tensor=True,
+        precision="fp8",
+        schedule="interleaved" if virtual > 1 else "1f1b",
+        virtual=virtual,
+    )
     value = row["value"]
     tokens = value.get("tokens_per_s_per_gpu") or value["tflops_per_gpu"] * 1e12 / model.flops(sequence)
     return model, plan, hardware.cluster(c["system"], c["gpus"]), tokens
 
 
-CODE_LLAMA_34B = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 22016, "num_hidden_layers": 48,
-                  "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 32000}
+CODE_LLAMA_34B = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+}
 
 
 def fms(row: dict[str, Any]) -> Setting:
     """A run of fms-fsdp, compiled and with PyTorch's fused attention; HSDP has a copy on each node."""
     c = row["config"]
     model = models.from_config(CODE_LLAMA_34B) if c["model"] == "34B" else models.load(f"llama-2-{c['model'].lower()}")
-    plan = Plan(c["seq"], "fsdp", 3, data=c["gpus"], micro_batch=c["micro_batch"], checkpointing=c["ac"], compiled=True,
-                replicas=c["gpus"] // 8 if c["sharding"] == "HSDP" else 1)
+    plan = Plan(
+        c["seq"],
+        "fsdp",
+        3,
+        data=c["gpus"],
+        micro_batch=c["micro_batch"],
+        checkpointing=c["ac"],
+        compiled=True,
+        replicas=c["gpus"] // 8 if c["sharding"] == "HSDP" else 1,
+    )
     return model, plan, hardware.cluster(c["gpu"], c["gpus"]), row["value"]["tokens_per_s_per_gpu"]
 
 
@@ -274,8 +432,16 @@ def easy_context(row: dict[str, Any]) -> Setting:
     """A run of EasyContext: ZeRO-3 with everything offloaded, whole blocks recomputed, one sequence per step."""
     c = row["config"]
     shared = c["gpus"] if c["how"] == "ring attention" else 1
-    plan = Plan(c["seq"], "deepspeed", 3, data=c["gpus"] // shared, context=shared, checkpointing="full",
-                offload="parameters", loss="linear")
+    plan = Plan(
+        c["seq"],
+        "deepspeed",
+        3,
+        data=c["gpus"] // shared,
+        context=shared,
+        checkpointing="full",
+        offload="parameters",
+        loss="linear",
+    )
     measured = row["value"]["tokens_per_s"] / c["gpus"]
     return models.load(c["model"]), plan, hardware.cluster(c["gpu"], c["gpus"]), measured
 

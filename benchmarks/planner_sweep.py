@@ -46,9 +46,17 @@ class Run:
 def model_of(size: str) -> models.Model:
     """The Llama of a size."""
     layers, heads, hidden, ffn = SIZES[size]
-    return models.from_config({"model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers,
-                               "num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": ffn,
-                               "vocab_size": 128_000})
+    return models.from_config(
+        {
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "intermediate_size": ffn,
+            "vocab_size": 128_000,
+        }
+    )
 
 
 def read(name: str, row: dict[str, Any]) -> Run | None:
@@ -62,20 +70,35 @@ def read(name: str, row: dict[str, Any]) -> Run | None:
     if "flash" not in row["kernel"] or ended in ("Kernel not available", "Other Error"):
         return None
     sequence, batch = (8192, 512) if "8k" in name else (2048, 2048)
-    tensor, pipeline, micro = (int(row[key]) for key in ("model_parallel_size", "pipe_parallel_size",
-                                                         "micro_batch_size"))
+    tensor, pipeline, micro = (
+        int(row[key]) for key in ("model_parallel_size", "pipe_parallel_size", "micro_batch_size")
+    )
     data = int(row["World Size"]) // (tensor * pipeline)
     if not data or batch % (data * micro):
         return None
     model = model_of(name.split("_")[1])
-    plan = Plan(sequence, "megatron", 1, data=data, tensor=tensor, pipeline=pipeline, micro_batch=micro,
-                accumulation=batch // data // micro, compiled="RMS" in row["kernel"], head="gathered", recipe="mixed",
-                checkpointing="full" if row["activation_checkpointing_type"] == "every_layer" else "none",
-                sequence_parallel=row.get("sequence_parallel") is True)
+    plan = Plan(
+        sequence,
+        "megatron",
+        1,
+        data=data,
+        tensor=tensor,
+        pipeline=pipeline,
+        micro_batch=micro,
+        accumulation=batch // data // micro,
+        compiled="RMS" in row["kernel"],
+        head="gathered",
+        recipe="mixed",
+        checkpointing="full" if row["activation_checkpointing_type"] == "every_layer" else "none",
+        sequence_parallel=row.get("sequence_parallel") is True,
+    )
     cluster, regime = hardware.cluster("A100-80", plan.gpus), regime_of(model, plan)
-    return Run(regime, chance_that_it_fits(memory.estimate(model, plan).total, cluster.accelerator.memory),
-               None if ended == "OOM Error" else batch * sequence / float(ended) / plan.gpus,
-               cost.estimate(model, plan, cluster).tokens_per_second / plan.gpus)
+    return Run(
+        regime,
+        chance_that_it_fits(memory.estimate(model, plan).total, cluster.accelerator.memory),
+        None if ended == "OOM Error" else batch * sequence / float(ended) / plan.gpus,
+        cost.estimate(model, plan, cluster).tokens_per_second / plan.gpus,
+    )
 
 
 def runs(folder: Path) -> list[Run]:
@@ -83,20 +106,33 @@ def runs(folder: Path) -> list[Run]:
     files = sorted(folder.rglob("*.xlsx"))
     if not files:
         raise SystemExit(f"no spreadsheet in {folder}: clone the repository that the module's docstring names")
-    rows = [(file.name, row) for file in files
-            for row in pandas.read_excel(file, header=1).dropna(subset=["kernel"]).to_dict("records")]
+    rows = [
+        (file.name, row)
+        for file in files
+        for row in pandas.read_excel(file, header=1).dropna(subset=["kernel"]).to_dict("records")
+    ]
     return [run for name, row in rows if (run := read(name, row))]
 
 
 def read_small(row: dict[str, Any]) -> tuple[Plan, float]:
-    """A row of the second sweep, by the columns' titles: its plan, and the predicted over the measured step, less one.
-    """
+    """A row of the second sweep, by the columns' titles: its plan, and the predicted over the measured step, less one."""
     data, micro = row["data parallelism"], row["micro batch"]
     model = gpt(row["hidden size"], row["# layers"], row["attention heads"], 50257, row["sequence length"])
-    plan = Plan(row["sequence length"], "megatron", data=data, tensor=row["tensor parallelism"],
-                pipeline=row["pipeline parallelism"], micro_batch=micro,
-                accumulation=row["global batch"] // data // micro, checkpointing="full", flash=False, compiled=True,
-                sequence_parallel=False, overlap=False, precision="fp16")
+    plan = Plan(
+        row["sequence length"],
+        "megatron",
+        data=data,
+        tensor=row["tensor parallelism"],
+        pipeline=row["pipeline parallelism"],
+        micro_batch=micro,
+        accumulation=row["global batch"] // data // micro,
+        checkpointing="full",
+        flash=False,
+        compiled=True,
+        sequence_parallel=False,
+        overlap=False,
+        precision="fp16",
+    )
     predicted = cost.estimate(model, plan, hardware.cluster("A100-80", plan.gpus)).step
     return plan, predicted / (row["iteration time (ms)"] / 1e3) - 1
 
@@ -104,10 +140,12 @@ def read_small(row: dict[str, Any]) -> tuple[Plan, float]:
 def of_small_models(rows: list[dict[str, Any]]) -> Iterator[str]:
     """The page's part on the second sweep."""
     halves = [[read_small(row) for row in rows[start::2]] for start in (0, 1)]
-    yield (f"\n## Small models on one node\n\n{len(rows)} runs of arXiv 2312.12391, whose steps wait for the host. "
-           "How long it needs for an operation (`hardware.LAUNCH`, `work.MEGATRON_OPERATIONS`) is from every second of "
-           "them; the others were left out. Error of the step's time:\n\n"
-           "| | chosen by | left out |\n| --- | ---: | ---: |")
+    yield (
+        f"\n## Small models on one node\n\n{len(rows)} runs of arXiv 2312.12391, whose steps wait for the host. "
+        "How long it needs for an operation (`hardware.LAUNCH`, `work.MEGATRON_OPERATIONS`) is from every second of "
+        "them; the others were left out. Error of the step's time:\n\n"
+        "| | chosen by | left out |\n| --- | ---: | ---: |"
+    )
     kinds: list[tuple[str, Callable[[Plan], bool]]] = [("all, median of its absolute value", lambda plan: True)]
     for size in (1, 2, 4, 8):
         kinds.append((f"micro-batch {size}, median", lambda plan, size=size: plan.micro_batch == size))
@@ -115,20 +153,28 @@ def of_small_models(rows: list[dict[str, Any]]) -> Iterator[str]:
         kinds.append((f"tensor ranks {size}, median", lambda plan, size=size: plan.tensor == size))
     for name, chosen in kinds:
         errors = [[error for plan, error in half if chosen(plan)] for half in halves]
-        cells = [f"{statistics.median(map(abs, half)):.1%}" if "absolute" in name else f"{statistics.median(half):+.0%}"
-                 if half else "" for half in errors]
+        cells = [
+            f"{statistics.median(map(abs, half)):.1%}"
+            if "absolute" in name
+            else f"{statistics.median(half):+.0%}"
+            if half
+            else ""
+            for half in errors
+        ]
         yield f"| {name} | " + " | ".join(cells) + " |"
 
 
 def report(found: list[Run]) -> Iterator[str]:
     """The page's part on the first sweep."""
     went = [run for run in found if run.measured is not None]
-    yield ("# The planner beside sweeps that others made\n\nWritten by `python -m benchmarks.planner_sweep`. "
-           f"{len(found)} runs of arXiv 2311.05610 with FlashAttention, {len(found) - len(went)} of which ran out of "
-           "memory. No constant, no formula and no error that intervals are made of is from them. One word of how they "
-           "are read was chosen when it had been seen which ran out: their logits are read as gathered on every tensor "
-           "rank, which the source does not say.\n\n"
-           "## Chance to fit\n\n| chance told | runs | ran | |\n| --- | ---: | ---: | ---: |")
+    yield (
+        "# The planner beside sweeps that others made\n\nWritten by `python -m benchmarks.planner_sweep`. "
+        f"{len(found)} runs of arXiv 2311.05610 with FlashAttention, {len(found) - len(went)} of which ran out of "
+        "memory. No constant, no formula and no error that intervals are made of is from them. One word of how they "
+        "are read was chosen when it had been seen which ran out: their logits are read as gathered on every tensor "
+        "rank, which the source does not say.\n\n"
+        "## Chance to fit\n\n| chance told | runs | ran | |\n| --- | ---: | ---: | ---: |"
+    )
     bins: dict[int, list[Run]] = defaultdict(list)
     for run in found:
         bins[min(int(run.chance * 10), 9)].append(run)
@@ -138,9 +184,11 @@ def report(found: list[Run]) -> Iterator[str]:
     likely = [run for run in found if run.chance >= strategy.AT_LEAST]
     right = sum(run.measured is not None for run in likely)
     rest = len(went) - right
-    yield (f"\nOf {len(likely)} that were told half a chance or more {right} ran, {right / len(likely):.0%}; of the "
-           f"{len(found) - len(likely)} others {rest}, {rest / (len(found) - len(likely)):.0%}.\n\n"
-           "## Speed\n\n| regime | runs | median error | in the 80% interval |\n| --- | ---: | ---: | ---: |")
+    yield (
+        f"\nOf {len(likely)} that were told half a chance or more {right} ran, {right / len(likely):.0%}; of the "
+        f"{len(found) - len(likely)} others {rest}, {rest / (len(found) - len(likely)):.0%}.\n\n"
+        "## Speed\n\n| regime | runs | median error | in the 80% interval |\n| --- | ---: | ---: | ---: |"
+    )
     for regime in (*intervals.REGIMES, "all"):
         members = [run for run in went if regime in (run.regime, "all")]
         if members:

@@ -95,8 +95,12 @@ def load_ours(run: Path) -> set[float]:
     checkpoint.tidy(run)
     folder = checkpoint.latest(run)
     found, pieces = safetensors_tree.load(folder / "model.safetensors"), sharded.whole(folder, "model/")
-    return {found["step"], float((folder / "state.json").read_text()), *found["weights"].unique().tolist(),
-            *pieces["w"].unique().tolist()}
+    return {
+        found["step"],
+        float((folder / "state.json").read_text()),
+        *found["weights"].unique().tolist(),
+        *pieces["w"].unique().tolist(),
+    }
 
 
 def save_one_folder(run: Path, step: int) -> None:
@@ -169,17 +173,27 @@ def storage(args: argparse.Namespace) -> None:
     """Kills, flips and truncations."""
     for known in ("torch.distributed is disabled", "Detected an existing checkpoint"):  # both are meant
         warnings.filterwarnings("ignore", message=known)
-    lines = ["| checkpoints | unloadable after SIGKILL | flipped bits not noticed | truncations not noticed |",
-             "|---|---|---|---|"]
-    for system, counts in ((OURS, (30, 50, 20) if args.quick else (1000, 1000, 200)),
-                           (ONE_FOLDER, (20, 20, 10) if args.quick else (60, 200, 60))):
+    lines = [
+        "| checkpoints | unloadable after SIGKILL | flipped bits not noticed | truncations not noticed |",
+        "|---|---|---|---|",
+    ]
+    for system, counts in (
+        (OURS, (30, 50, 20) if args.quick else (1000, 1000, 200)),
+        (ONE_FOLDER, (20, 20, 10) if args.quick else (60, 200, 60)),
+    ):
         kills, flips, cuts = counts
-        lines.append(f"| {system.name} | {unloadable(system, kills)} of {kills} | "
-                     f"{unnoticed(system, flipped, flips)} of {flips} | {unnoticed(system, cut, cuts)} of {cuts} |")
+        lines.append(
+            f"| {system.name} | {unloadable(system, kills)} of {kills} | "
+            f"{unnoticed(system, flipped, flips)} of {flips} | {unnoticed(system, cut, cuts)} of {cuts} |"
+        )
         print(lines[-1], flush=True)
     size = 4 * ELEMENTS / 2**20
-    publish(args, "storage", f"{size:.1f} MiB saved in a loop, each kill at a random moment of four savings.",
-            "\n".join(lines))
+    publish(
+        args,
+        "storage",
+        f"{size:.1f} MiB saved in a loop, each kill at a random moment of four savings.",
+        "\n".join(lines),
+    )
 
 
 def runs(args: argparse.Namespace) -> None:
@@ -189,9 +203,11 @@ def runs(args: argparse.Namespace) -> None:
         faults, phases, seeds = ["SIGKILL", "full disk"], ["backward", "saving"], range(1)
     lines = args.journal.read_text(encoding="utf-8").splitlines() if args.journal and args.journal.exists() else []
     found = [Result(**each | {"case": FaultCase(**each["case"])}) for each in map(json.loads, lines)]
-    about = (f"{fault_injection.STEPS} steps, a checkpoint every {fault_injection.SAVE_STEPS}, an evaluation every "
-             f"{fault_injection.EVAL_STEPS}; phases {', '.join(phases)}; seeds {list(seeds)}. "
-             "A run that a single process trains has nobody to notice that it is stopped.")
+    about = (
+        f"{fault_injection.STEPS} steps, a checkpoint every {fault_injection.SAVE_STEPS}, an evaluation every "
+        f"{fault_injection.EVAL_STEPS}; phases {', '.join(phases)}; seeds {list(seeds)}. "
+        "A run that a single process trains has nobody to notice that it is stopped."
+    )
     for slow in ("deepspeed", "mlflow", "torch._inductor.compile_fx"):  # once here, and not on each rank of each run
         importlib.import_module(slow)
     if found:  # and perhaps nothing is left to run
@@ -206,17 +222,22 @@ def runs(args: argparse.Namespace) -> None:
 
 def table(found: list[Result]) -> str:
     """Counts by trainer and fault, and their sum."""
-    lines = ["| trainer | fault | runs broken | gone on | hangs | steps lost beyond the last checkpoint | wrong "
-             "resumes | most steps made twice | the broken runs ended by |", "|---|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| trainer | fault | runs broken | gone on | hangs | steps lost beyond the last checkpoint | wrong "
+        "resumes | most steps made twice | the broken runs ended by |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in found:
         groups.setdefault((result.case.trainer, result.case.fault), []).append(result)
     for (trainer, fault), results in [*groups.items(), (("all", "all"), found)]:
         endings = Counter(result.ending for result in results).most_common()
-        lines.append(f"| {trainer} | {fault} | {sum(r.struck for r in results)} of {len(results)} | "
-                     f"{sum(r.finished for r in results)} | {sum(r.hung for r in results)} | "
-                     f"{sum(r.lost for r in results)} | {sum(r.finished and not r.equal for r in results)} | "
-                     f"{max(r.redone for r in results)} | {', '.join(f'{name} {count}' for name, count in endings)} |")
+        lines.append(
+            f"| {trainer} | {fault} | {sum(r.struck for r in results)} of {len(results)} | "
+            f"{sum(r.finished for r in results)} | {sum(r.hung for r in results)} | "
+            f"{sum(r.lost for r in results)} | {sum(r.finished and not r.equal for r in results)} | "
+            f"{max(r.redone for r in results)} | {', '.join(f'{name} {count}' for name, count in endings)} |"
+        )
     return "\n".join(lines)
 
 
@@ -248,10 +269,17 @@ def calm_seconds(case: FaultCase, folder: Path, options: dict[str, object]) -> f
 def goodput(args: argparse.Namespace) -> None:
     """The same run with and without kills."""
     steps = 100 if args.quick else args.steps
-    more = {"max_steps": steps, "num_epochs": 10**6, "save_steps": args.save_steps, "eval_steps": 0,
-            "logging_steps": 40}
-    lines = ["| trainer | steps | undisturbed | with kills | kills | starts | goodput | final weights |",
-             "|---|---|---|---|---|---|---|---|"]
+    more = {
+        "max_steps": steps,
+        "num_epochs": 10**6,
+        "save_steps": args.save_steps,
+        "eval_steps": 0,
+        "logging_steps": 40,
+    }
+    lines = [
+        "| trainer | steps | undisturbed | with kills | kills | starts | goodput | final weights |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for trainer in args.trainers[-1:] if args.quick else args.trainers:
         case = FaultCase(trainer, "none", "none", 0)
         with TemporaryDirectory() as place:
@@ -267,15 +295,21 @@ def goodput(args: argparse.Namespace) -> None:
             seconds = time.perf_counter() - begin
             calm.append(calm_seconds(case, Path(place, "after"), more))
             equal = len({fault_injection.digest(Path(place, each)) for each in ("before", "killed", "after")}) == 1
-        lines.append(f"| {trainer} | {steps} | {calm[0]:.0f} s, {calm[1]:.0f} s | {seconds:.0f} s | {killer.kills} | "
-                     f"{starts} | {100 * sum(calm) / 2 / seconds:.0f} % | "
-                     f"{'equal to the bit' if equal else 'DIFFERENT'} |")
+        lines.append(
+            f"| {trainer} | {steps} | {calm[0]:.0f} s, {calm[1]:.0f} s | {seconds:.0f} s | {killer.kills} | "
+            f"{starts} | {100 * sum(calm) / 2 / seconds:.0f} % | "
+            f"{'equal to the bit' if equal else 'DIFFERENT'} |"
+        )
         print(lines[-1], flush=True)
-        publish(args, "goodput", f"{KILLS_PER_HOUR} kills per hour on average, at random moments of a random rank; a "
-                f"new start is a fork of a process that has imported everything. A checkpoint every {args.save_steps} "
-                "steps. Undisturbed: the same run, with as many checkpoints, before and after. Goodput: the mean of "
-                "its times by that with kills.",
-                "\n".join(lines))
+        publish(
+            args,
+            "goodput",
+            f"{KILLS_PER_HOUR} kills per hour on average, at random moments of a random rank; a "
+            f"new start is a fork of a process that has imported everything. A checkpoint every {args.save_steps} "
+            "steps. Undisturbed: the same run, with as many checkpoints, before and after. Goodput: the mean of "
+            "its times by that with kills.",
+            "\n".join(lines),
+        )
 
 
 def main() -> None:

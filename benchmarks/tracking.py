@@ -56,9 +56,21 @@ class Timed(TrackingCallback):
 def measure(options: dict[str, Any], steps: int, folder: str) -> tuple[float, float, float, float]:
     """Milliseconds per step in tracking, milliseconds per step in all, seconds at the start and at the end."""
     os.environ["WANDB_MODE"] = "offline"
-    config = build({"model": "tiny-bert", "max_train_samples": 512, "max_eval_samples": 32, "max_length": 32,
-                    "max_steps": steps, "eval_steps": 0, "save_steps": 0, "progress_bar": False, "device": "cpu",
-                    "output_dir": folder} | options)
+    config = build(
+        {
+            "model": "tiny-bert",
+            "max_train_samples": 512,
+            "max_eval_samples": 32,
+            "max_length": 32,
+            "max_steps": steps,
+            "eval_steps": 0,
+            "save_steps": 0,
+            "progress_bar": False,
+            "device": "cpu",
+            "output_dir": folder,
+        }
+        | options
+    )
     tracking = Timed(config)
     trainer, _ = build_trainer(config, [tracking])
     config.output_dir.mkdir(exist_ok=True)
@@ -68,8 +80,12 @@ def measure(options: dict[str, Any], steps: int, folder: str) -> tuple[float, fl
     spent = tracking.seconds
     in_steps = spent.get("on_step_end", 0.0) + spent["on_log"]
     trainer.engine.close()
-    return (in_steps / steps * 1e3, trainer.state.seconds / steps * 1e3, spent["on_train_begin"],
-            spent["on_train_end"] + spent["finish"])
+    return (
+        in_steps / steps * 1e3,
+        trainer.state.seconds / steps * 1e3,
+        spent["on_train_begin"],
+        spent["on_train_end"] + spent["finish"],
+    )
 
 
 def main() -> None:
@@ -79,19 +95,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
     load = os.getloadavg()[0]
-    lines = ["| tracker | in tracking (ms per step) | training step (ms) | start (s) | end (s) |",
-             "|---|---|---|---|---|"]
+    lines = [
+        "| tracker | in tracking (ms per step) | training step (ms) | start (s) | end (s) |",
+        "|---|---|---|---|---|",
+    ]
     for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
-            result = launch(measure, case, options.steps, f"{folder}/run", num_processes=options.ranks, timeout=300,
-                            stream=False)[0]
+            result = launch(
+                measure, case, options.steps, f"{folder}/run", num_processes=options.ranks, timeout=300, stream=False
+            )[0]
         lines.append(f"| {name} | " + " | ".join(f"{value:.3f}" for value in result) + " |")
     table = "\n".join(lines)
-    text = (f"# What tracking costs on rank 0\n\n{machine.measured_on('torch', 'wandb')}\n\nLoad average before: "
-            f"{load:.1f}. {options.ranks} ranks over gloo, tiny-bert, {options.steps} steps; a line is logged every 10 "
-            "steps but where it says every step, system metrics of all ranks every 10 steps, watched tensors every "
-            "100. The first column is the time that the training waits for: rows are handed to a thread, whose work "
-            f"is in the second column as far as it takes cores from the training.\n\n{table}\n")
+    text = (
+        f"# What tracking costs on rank 0\n\n{machine.measured_on('torch', 'wandb')}\n\nLoad average before: "
+        f"{load:.1f}. {options.ranks} ranks over gloo, tiny-bert, {options.steps} steps; a line is logged every 10 "
+        "steps but where it says every step, system metrics of all ranks every 10 steps, watched tensors every "
+        "100. The first column is the time that the training waits for: rows are handed to a thread, whose work "
+        f"is in the second column as far as it takes cores from the training.\n\n{table}\n"
+    )
     write_text(Path(__file__).parent / "tracking.md", text)
     print(text)
 

@@ -48,13 +48,25 @@ from course_lib.training.run import build_trainer
 from course_lib.writing import write_text
 
 HERE = Path(__file__).parent
-COMMON = {"model": "minilm", "batch_size": 32, "max_length": 64, "progress_bar": False, "save_steps": 0,
-          "eval_steps": 0, "keep_best": False, "device": "cpu", "logging_steps": 10}
+COMMON = {
+    "model": "minilm",
+    "batch_size": 32,
+    "max_length": 64,
+    "progress_bar": False,
+    "save_steps": 0,
+    "eval_steps": 0,
+    "keep_best": False,
+    "device": "cpu",
+    "logging_steps": 10,
+}
 IDENTICAL = {"group_by_length": False, "mixed_precision": "no", "cpu_kernels": "torch"}
 TRAINERS = {"BasicTrainer": "basic", "AcceleratedTrainer": "accelerated"}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "identical": IDENTICAL, "identical, fast kernels": IDENTICAL | {"cpu_kernels": "fast"},
-    "defaults, torch's kernels": {"cpu_kernels": "torch"}, "defaults, fast kernels": {"cpu_kernels": "fast"}}
+    "identical": IDENTICAL,
+    "identical, fast kernels": IDENTICAL | {"cpu_kernels": "fast"},
+    "defaults, torch's kernels": {"cpu_kernels": "torch"},
+    "defaults, fast kernels": {"cpu_kernels": "fast"},
+}
 WARMUP = 4
 
 
@@ -140,14 +152,26 @@ def prepared(config: Config):
     """Model, tokenized splits and collator, as our trainers get them."""
     text = DataConnector(config.data, config.run.seed).load()
     seed_everything(config.run.seed)
-    loaded = load(config.model, "classification", label_names=text.label_names, texts=[], seed=config.run.seed,
-                  max_length=config.data.max_length)
+    loaded = load(
+        config.model,
+        "classification",
+        label_names=text.label_names,
+        texts=[],
+        seed=config.run.seed,
+        max_length=config.data.max_length,
+    )
     processor = DataProcessor(config.data, loaded.tokenizer, max_positions=loaded.max_positions)
     return loaded, processor.process(text), processor
 
 
-def hugging_face(steps: int, seed: int, identical: bool = False, drop: bool = True, logging_steps: int = 10,
-                 epochs: int | None = None) -> tuple[HfClock, float | None]:
+def hugging_face(
+    steps: int,
+    seed: int,
+    identical: bool = False,
+    drop: bool = True,
+    logging_steps: int = 10,
+    epochs: int | None = None,
+) -> tuple[HfClock, float | None]:
     """The Hugging Face Trainer, and its test accuracy after whole epochs.
 
     Args:
@@ -167,13 +191,29 @@ def hugging_face(steps: int, seed: int, identical: bool = False, drop: bool = Tr
     clock = HfClock()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
-            output_dir=folder, per_device_train_batch_size=32, per_device_eval_batch_size=64, learning_rate=5e-5,
-            max_steps=steps, num_train_epochs=epochs or 1, seed=seed, use_cpu=True, report_to="none",
-            save_strategy="no", disable_tqdm=True, logging_strategy="steps", logging_steps=logging_steps, **more)
+            output_dir=folder,
+            per_device_train_batch_size=32,
+            per_device_eval_batch_size=64,
+            learning_rate=5e-5,
+            max_steps=steps,
+            num_train_epochs=epochs or 1,
+            seed=seed,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            logging_strategy="steps",
+            logging_steps=logging_steps,
+            **more,
+        )
         unused = [c for c in train.column_names if c not in ("input_ids", "attention_mask", "labels")]
-        trainer = Trainer(model=loaded.model, args=arguments, callbacks=[clock],
-                          train_dataset=train.remove_columns(unused),
-                          data_collator=DataCollatorWithPadding(loaded.tokenizer))
+        trainer = Trainer(
+            model=loaded.model,
+            args=arguments,
+            callbacks=[clock],
+            train_dataset=train.remove_columns(unused),
+            data_collator=DataCollatorWithPadding(loaded.tokenizer),
+        )
         with contextlib.redirect_stdout(None):  # it prints each logged line, between ours
             trainer.train()
         if epochs is None:
@@ -211,6 +251,7 @@ def mean_tokens() -> float:
 
 def pair(kind: str, options: dict[str, Any], identical: bool, steps: int, seed: int) -> tuple[Rate, Rate]:
     """The Hugging Face Trainer's rates and ours, in two processes one after the other, who is first by turns."""
+
     def theirs() -> Rate:
         return apart(hugging_face, steps, seed, identical)[0].rate
 
@@ -223,12 +264,18 @@ def pair(kind: str, options: dict[str, Any], identical: bool, steps: int, seed: 
 
 def speed(repeats: int, steps: int, only: str) -> None:
     """Measure every pair of runs, and write the table after each repeat."""
-    systems = {f"{trainer}, {name}": (kind, options, name.startswith("identical"))
-               for name, options in SETTINGS.items() if only in name for trainer, kind in TRAINERS.items()}
+    systems = {
+        f"{trainer}, {name}": (kind, options, name.startswith("identical"))
+        for name, options in SETTINGS.items()
+        if only in name
+        for trainer, kind in TRAINERS.items()
+    }
     difference = largest_difference(2 * WARMUP)
     print(f"identical settings without dropout: losses differ by {difference:.1e} nats", flush=True)
-    about = [f"Identical settings without dropout: the losses of {2 * WARMUP} steps differ by {difference:.1e} nats at "
-             f"most. {steps - WARMUP} steps of 32 rows were timed in each run, after {WARMUP} others."]
+    about = [
+        f"Identical settings without dropout: the losses of {2 * WARMUP} steps differ by {difference:.1e} nats at "
+        f"most. {steps - WARMUP} steps of 32 rows were timed in each run, after {WARMUP} others."
+    ]
     name, dtype = ("bf16", torch.bfloat16) if machine.native_bf16("cpu") else ("fp32", torch.float32)
     rate, per_token, tokens = apart(machine.matmul_rate, dtype, seconds=1.0), apart(flops_a_token), apart(mean_tokens)
     load: list[float] = []
@@ -238,22 +285,40 @@ def speed(repeats: int, steps: int, only: str) -> None:
             peer, own = pair(kind, options, identical, steps, repeat)
             pairs[system].append((peer, own))
             load.append(os.getloadavg()[0])
-            print(f"{system}: {own.wall:.1f} beside {peer.wall:.1f} samples/s, {own.wall / peer.wall:.2f} times; "
-                  f"per CPU-second {own.cpu:.1f} beside {peer.cpu:.1f}, {own.cpu / peer.cpu:.2f} times; "
-                  f"load {load[-1]:.1f}", flush=True)
+            print(
+                f"{system}: {own.wall:.1f} beside {peer.wall:.1f} samples/s, {own.wall / peer.wall:.2f} times; "
+                f"per CPU-second {own.cpu:.1f} beside {peer.cpu:.1f}, {own.cpu / peer.cpu:.2f} times; "
+                f"load {load[-1]:.1f}",
+                flush=True,
+            )
         best = max(statistics.median(own.wall for _, own in both) for both in pairs.values())
-        write("speed", "\n".join([*speed_rows(pairs, repeat + 1), "", *about, (
-            f"Load of the machine (mean of a minute, these runs included): {spread(load)}."), "", (
-            f"The defaults train in {name} here. Limit: {per_token / 1e6:.1f} MFLOP of matrix products per token "
-            f"(forward and backward), {tokens:.1f} tokens per row without padding, {rate / 1e9:.0f} GFLOP/s measured "
-            f"here in {name} for a 1024×1024 product: the fastest row does its useful products at "
-            f"{100 * best * tokens * per_token / rate:.0f} % of that rate.")]))
+        write(
+            "speed",
+            "\n".join(
+                [
+                    *speed_rows(pairs, repeat + 1),
+                    "",
+                    *about,
+                    (f"Load of the machine (mean of a minute, these runs included): {spread(load)}."),
+                    "",
+                    (
+                        f"The defaults train in {name} here. Limit: {per_token / 1e6:.1f} MFLOP of matrix products per token "
+                        f"(forward and backward), {tokens:.1f} tokens per row without padding, {rate / 1e9:.0f} GFLOP/s measured "
+                        f"here in {name} for a 1024×1024 product: the fastest row does its useful products at "
+                        f"{100 * best * tokens * per_token / rate:.0f} % of that rate."
+                    ),
+                ]
+            ),
+        )
 
 
 def speed_rows(pairs: dict[str, list[tuple[Rate, Rate]]], repeats: int) -> list[str]:
     """A row for each system, and how often each of ours was ahead."""
-    lines = [f"| trainer | samples/s, median of {repeats} (min–max) | Hugging Face Trainer's, in the same pairs | "
-             "ratio, median of pairs (min–max) | ratio per CPU-second |", "|---|---|---|---|---|"]
+    lines = [
+        f"| trainer | samples/s, median of {repeats} (min–max) | Hugging Face Trainer's, in the same pairs | "
+        "ratio, median of pairs (min–max) | ratio per CPU-second |",
+        "|---|---|---|---|---|",
+    ]
     for system, both in pairs.items():
         ratios, per_cpu = ([getattr(own, kind) / getattr(peer, kind) for peer, own in both] for kind in Rate._fields)
         walls = " | ".join(spread([pair[i].wall for pair in both]) for i in (1, 0))
@@ -291,7 +356,8 @@ def accuracy(seeds: int, epochs: int, keep: Path | None) -> None:
     systems: dict[str, Callable[[int], float]] = {
         "Hugging Face Trainer": lambda seed: apart(hugging_face, -1, seed, epochs=epochs)[1],
         "AcceleratedTrainer, defaults (fast kernels)": lambda seed: apart(our_accuracy, "fast", seed, epochs),
-        "AcceleratedTrainer, torch's kernels": lambda seed: apart(our_accuracy, "torch", seed, epochs)}
+        "AcceleratedTrainer, torch's kernels": lambda seed: apart(our_accuracy, "torch", seed, epochs),
+    }
     lines = [f"| seed | {' | '.join(systems)} |", "|---" * (1 + len(systems)) + "|"]
     found: dict[str, list[float]] = {name: [] for name in systems}
     kept = json.loads(keep.read_text()) if keep and keep.exists() else {}
@@ -306,8 +372,17 @@ def accuracy(seeds: int, epochs: int, keep: Path | None) -> None:
             print(f"{run}: {kept[run]:.4f}", flush=True)
         lines.append(f"| {seed} | " + " | ".join(f"{values[-1]:.4f}" for values in found.values()) + " |")
     means = " | ".join(f"{statistics.mean(values):.4f}" for values in found.values())
-    write("accuracy", "\n".join([*lines, f"| mean | {means} |", "", (
-        f"{epochs} epochs, batch 32, learning rate 5e-5, linear to 0, the last weights.")]))
+    write(
+        "accuracy",
+        "\n".join(
+            [
+                *lines,
+                f"| mean | {means} |",
+                "",
+                (f"{epochs} epochs, batch 32, learning rate 5e-5, linear to 0, the last weights."),
+            ]
+        ),
+    )
 
 
 def main() -> None:

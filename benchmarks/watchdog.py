@@ -57,16 +57,21 @@ def main() -> None:
     options = parser.parse_args()
     lines = ["| what | width | without (ms) | with (ms) | ratio, median of pairs |", "|---|---|---|---|---|"]
     for engine, width in ((None, 16), ("DDP", 64), ("DDP", 256), ("FSDP2", 64), ("FSDP2", 256)):
-        without, with_watchdog = launch(measure, engine, width, options.pairs, num_processes=options.ranks,
-                                        timeout=600, stream=False)[0]
+        without, with_watchdog = launch(
+            measure, engine, width, options.pairs, num_processes=options.ranks, timeout=600, stream=False
+        )[0]
         ratio = statistics.median(b / a for a, b in zip(without, with_watchdog, strict=True))
-        lines.append(f"| {f'{engine} step' if engine else 'bare all-reduce'} | {width} | "
-                     f"{statistics.median(without) * 1e3:.3f} | {statistics.median(with_watchdog) * 1e3:.3f} | "
-                     f"{ratio:.3f} |")
+        lines.append(
+            f"| {f'{engine} step' if engine else 'bare all-reduce'} | {width} | "
+            f"{statistics.median(without) * 1e3:.3f} | {statistics.median(with_watchdog) * 1e3:.3f} | "
+            f"{ratio:.3f} |"
+        )
     table = "\n".join(lines)
-    text = (f"# What the watchdog costs\n\n{machine.measured_on('torch')}\n\n{options.ranks} ranks over gloo, GPT-2 "
-            f"of 4 layers, {BATCH} rows of {TOKENS} tokens per rank, {options.pairs} pairs of {STEPS} steps (bare "
-            f"all-reduces of 16 floats: {COLLECTIVES}).\n\n{table}\n")
+    text = (
+        f"# What the watchdog costs\n\n{machine.measured_on('torch')}\n\n{options.ranks} ranks over gloo, GPT-2 "
+        f"of 4 layers, {BATCH} rows of {TOKENS} tokens per rank, {options.pairs} pairs of {STEPS} steps (bare "
+        f"all-reduces of 16 floats: {COLLECTIVES}).\n\n{table}\n"
+    )
     write_text(Path(__file__).parent / "watchdog.md", text)
     print(text)
 

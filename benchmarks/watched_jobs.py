@@ -1,6 +1,6 @@
 """What `course watch` says of ten scripts in the shapes of public ones, healthy and faulty, and of silent phases.
 
-    python -m benchmarks.watched_jobs      # from the repository's root, half an hour; writes benchmarks/watched-jobs.md
+python -m benchmarks.watched_jobs      # from the repository's root, half an hour; writes benchmarks/watched-jobs.md
 """
 
 import re
@@ -33,8 +33,10 @@ def of_script(job: tuple[str, str]) -> str:
 def of_phases(seed: int) -> str | None:
     """Of one launch what it was accused of."""
     with tempfile.TemporaryDirectory() as folder:
-        return next(filter(None, launch(phases, seed, Path(folder), num_processes=2, device="cpu", timeout=900,
-                                        stream=False)), None)
+        return next(
+            filter(None, launch(phases, seed, Path(folder), num_processes=2, device="cpu", timeout=900, stream=False)),
+            None,
+        )
 
 
 def main() -> None:
@@ -44,16 +46,18 @@ def main() -> None:
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         lines = list(pool.map(of_script, jobs))
     kinds = Counter(KINDS[number % len(KINDS)] for number in range(LAUNCHES * PHASES))
-    text = (f"# Watched jobs\n\n{machine.measured_on('torch', 'transformers', 'accelerate')}\n\n"
-            f"Scripts of `tests/attach/strangers` on two ranks by torchrun under `course watch --seconds 4`; what goes "
-            "wrong does so on rank 1 in its third step: it sleeps, is killed, or calls an all_reduce of its own. "
-            "Named: the rank and its line, or nothing of a healthy one.\n\n"
-            "| script | fault | named | said |\n|---|---|---|---|\n" + "\n".join(lines) + "\n\n"
-            f"Silent phases of healthy ranks (`tests/hangs/test_silent_phases.py`), each two to four times as long as "
-            f"the watchdog's {SECONDS:g} seconds, while the other rank waits in a barrier; downloads and uploads at "
-            "0.1 to 5 MB/s:\n\n| phase | times |\n|---|---|\n"
-            + "\n".join(f"| {kind} | {count} |" for kind, count in kinds.items())
-            + f"\n\nAccused: {sum(each is not None for each in accused)} of {kinds.total()}.\n")
+    text = (
+        f"# Watched jobs\n\n{machine.measured_on('torch', 'transformers', 'accelerate')}\n\n"
+        f"Scripts of `tests/attach/strangers` on two ranks by torchrun under `course watch --seconds 4`; what goes "
+        "wrong does so on rank 1 in its third step: it sleeps, is killed, or calls an all_reduce of its own. "
+        "Named: the rank and its line, or nothing of a healthy one.\n\n"
+        "| script | fault | named | said |\n|---|---|---|---|\n" + "\n".join(lines) + "\n\n"
+        f"Silent phases of healthy ranks (`tests/hangs/test_silent_phases.py`), each two to four times as long as "
+        f"the watchdog's {SECONDS:g} seconds, while the other rank waits in a barrier; downloads and uploads at "
+        "0.1 to 5 MB/s:\n\n| phase | times |\n|---|---|\n"
+        + "\n".join(f"| {kind} | {count} |" for kind, count in kinds.items())
+        + f"\n\nAccused: {sum(each is not None for each in accused)} of {kinds.total()}.\n"
+    )
     write_text(HERE / "watched-jobs.md", text)
     print(text)
 

@@ -29,8 +29,21 @@ DOCUMENTS = ("CONTRIBUTING.md", "exercises/README.md", "tests/gpu_sim/README.md"
 """Pages that lie elsewhere than in docs/ and benchmarks/."""
 MATHJAX = ("tex-svg.js", "a11y/assistive-mml.js", "LICENSE")
 """What a page needs of the package: the program with its common letters, and what a screen reader reads instead."""
-LETTERS = ("accents", "arrows", "calligraphic", "double-struck", "fraktur", "marrows", "math", "monospace", "mshapes",
-           "script", "shapes", "symbols", "variants")
+LETTERS = (
+    "accents",
+    "arrows",
+    "calligraphic",
+    "double-struck",
+    "fraktur",
+    "marrows",
+    "math",
+    "monospace",
+    "mshapes",
+    "script",
+    "shapes",
+    "symbols",
+    "variants",
+)
 """What it loads of its font where a formula asks for it; other alphabets are left out."""
 FONTS = {"source-serif-4": ("normal", "italic"), "inter": ("normal",), "jetbrains-mono": ("normal",)}
 """Files of the typefaces: of the prose, of headings and tables, of code. Greek and arrows come from the reader's."""
@@ -44,8 +57,9 @@ def documents() -> list[Path]:
 
 def notebooks() -> list[Path]:
     """Lessons and exercises, relative to the repository's root; solutions are not among them."""
-    return sorted(path.relative_to(ROOT) for folder in ("notebooks", "exercises")
-                  for path in (ROOT / folder).glob("[0-9]*.ipynb"))
+    return sorted(
+        path.relative_to(ROOT) for folder in ("notebooks", "exercises") for path in (ROOT / folder).glob("[0-9]*.ipynb")
+    )
 
 
 def sources() -> tuple[dict[str, str], dict[str, str], set[str]]:
@@ -83,14 +97,19 @@ def assemble(source: Path) -> None:
     mathjax, font = npm.folder("mathjax"), npm.folder("@mathjax/mathjax-newcm-font")
     content |= {f"_static/mathjax/{name}": (mathjax / name).read_bytes() for name in MATHJAX}
     if repository := open_elsewhere.REPOSITORY:
-        content |= {f"_extra/open/{path.name}": open_elsewhere.notebook(ROOT / path, repository).encode()
-                    for path in notebooks() if path.parts[0] == "notebooks"}
+        content |= {
+            f"_extra/open/{path.name}": open_elsewhere.notebook(ROOT / path, repository).encode()
+            for path in notebooks()
+            if path.parts[0] == "notebooks"
+        }
     letters = [f"svg/dynamic/{name}.js" for name in LETTERS]
     content |= {f"_static/mathjax/mathjax-newcm-font/{name}": (font / name).read_bytes() for name in letters}
     for name, forms in FONTS.items():
         files_of_font = npm.folder(f"@fontsource-variable/{name}") / "files"
-        content |= {f"_static/fonts/{file}": (files_of_font / file).read_bytes()
-                    for file in (f"{name}-latin-wght-{form}.woff2" for form in forms)}
+        content |= {
+            f"_static/fonts/{file}": (files_of_font / file).read_bytes()
+            for file in (f"{name}-latin-wght-{form}.woff2" for form in forms)
+        }
     content |= {str(path.relative_to(ROOT)): path.read_bytes() for path in (ROOT / "docs" / "pictures").iterdir()}
     for name, data in content.items():
         path = source / name

@@ -23,8 +23,21 @@ def build() -> int:
     ended_well.unlink(missing_ok=True)
     shutil.rmtree(OUT / "_static", ignore_errors=True)  # which Sphinx adds to, and takes nothing out of
     assemble(SOURCE)
-    code = sphinx(["-W", "--keep-going", "-q", "-b", "html", "-c", str(Path(__file__).parent),
-                   "-d", str(DOCTREES), str(SOURCE), str(OUT)])
+    code = sphinx(
+        [
+            "-W",
+            "--keep-going",
+            "-q",
+            "-b",
+            "html",
+            "-c",
+            str(Path(__file__).parent),
+            "-d",
+            str(DOCTREES),
+            str(SOURCE),
+            str(OUT),
+        ]
+    )
     if code == 0:
         ended_well.touch()
     return code

@@ -13,16 +13,41 @@ SHOWING = {"record", "measure", "takeaway", "display", "check", "predict"}
 """Functions that put on the page what earlier cells have found."""
 DRAWING = {"figures", "drawings", "drawn", "diagrams"}
 """Names under which lessons import what draws."""
-COUNTING = {"abs", "all", "any", "dict", "enumerate", "float", "int", "len", "list", "max", "min", "range", "round",
-            "set", "sorted", "str", "sum", "tuple", "zip"}
+COUNTING = {
+    "abs",
+    "all",
+    "any",
+    "dict",
+    "enumerate",
+    "float",
+    "int",
+    "len",
+    "list",
+    "max",
+    "min",
+    "range",
+    "round",
+    "set",
+    "sorted",
+    "str",
+    "sum",
+    "tuple",
+    "zip",
+}
 METHODS = {"items", "values", "keys", "map", "format", "round"}
 """Calls that find nothing out: arithmetic on what is there."""
 SHOWN_IN = {"pd.DataFrame", "pd.Series"}
 MOSTLY = 0.75
 """Share of a cell's statements that are imports, from which on it is folded."""
 BOX = re.compile(r"<div style='border-left:6px (?P<edge>\w+) (?P<colour>#\w{6});[^']*'>")
-BOXES = {"#8f6b00": "predicted", "#1f5f99": "measured", "#7a3e9d": "computed", "#00705c": "simulated",
-         "#6b6b6b": "published", "#2e7d4f": "takeaway"}
+BOXES = {
+    "#8f6b00": "predicted",
+    "#1f5f99": "measured",
+    "#7a3e9d": "computed",
+    "#00705c": "simulated",
+    "#6b6b6b": "published",
+    "#2e7d4f": "takeaway",
+}
 """Kinds of the lessons' boxes by their colour (course_lib/lessons/boxes.py)."""
 LISTING = re.compile(r"<pre (?:tabindex='0' )?style=\"font-family:ui-monospace.*?</pre>", re.DOTALL)
 FOLD = {"imports": ("Imports", "Hide the imports"), "shows": ("Code of this output", "Hide the code")}
@@ -85,8 +110,12 @@ def _is_arithmetic(statement: ast.stmt) -> bool:
     calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
     if isinstance(statement, ast.Expr) and not calls:
         return False
-    return all(ast.unparse(call.func) in COUNTING | SHOWN_IN
-               or isinstance(call.func, ast.Attribute) and call.func.attr in METHODS for call in calls)
+    return all(
+        ast.unparse(call.func) in COUNTING | SHOWN_IN
+        or isinstance(call.func, ast.Attribute)
+        and call.func.attr in METHODS
+        for call in calls
+    )
 
 
 def _folded(cell: nbformat.NotebookNode, why: str) -> nbformat.NotebookNode:
@@ -102,12 +131,13 @@ def _tagged(cell: nbformat.NotebookNode, tag: str) -> nbformat.NotebookNode:
 
 def in_the_pages_colours(text: str) -> str:
     """An output's HTML with its boxes and listings in the page's colours, rather than in their own."""
+
     def listing(match: re.Match[str]) -> str:
         code = html.unescape(re.sub(r"<[^>]*>", "", match[0]))
         return highlighted(code, PythonLexer()).replace("class='highlight'", "class='highlight listing'", 1)
 
     text = BOX.sub(lambda m: f"<div class='box box-{BOXES.get(m['colour'], 'kept')}'>", text)
-    text = text.replace(" border=\"1\" class=\"dataframe\"", " class=\"dataframe\"")
+    text = text.replace(' border="1" class="dataframe"', ' class="dataframe"')
     return LISTING.sub(listing, text)
 
 
@@ -118,11 +148,17 @@ def numbers(output: nbformat.NotebookNode) -> str:
         output: whose picture's metadata may have ``numbers``: tables with ``caption``, ``columns`` and ``rows``
             (course_lib/figures/numbers.py).
     """
-    tables = [table for about in output.get("metadata", {}).values() if isinstance(about, dict)
-              for table in about.get("numbers", [])]
-    shown = "".join(f"<table><caption>{html.escape(table['caption'])}</caption><thead>{_row('th', table['columns'])}"
-                    f"</thead><tbody>{''.join(map(_cells, table['rows']))}</tbody></table>"
-                    for table in tables)
+    tables = [
+        table
+        for about in output.get("metadata", {}).values()
+        if isinstance(about, dict)
+        for table in about.get("numbers", [])
+    ]
+    shown = "".join(
+        f"<table><caption>{html.escape(table['caption'])}</caption><thead>{_row('th', table['columns'])}"
+        f"</thead><tbody>{''.join(map(_cells, table['rows']))}</tbody></table>"
+        for table in tables
+    )
     return f"<details class='numbers'><summary>The figure's numbers</summary>{shown}</details>" if shown else ""
 
 

@@ -13,19 +13,28 @@ def pages() -> dict[str, str]:
     """The pages by their path: an overview, and one for each command."""
     parser, commands = command_line()
     listed = {choice.dest: choice.help or "" for choice in commands._choices_actions}
-    overview = ["# The command line\n", f"{escaped(parser.description or '')} `-` and `_` are alike in option names.\n",
-                "Two that need no command:\n", *_options(parser, parser._optionals),
-                "| command | what it does |\n|---|---|",
-                *(f"| [`course {name}`]({name}.md) | {escaped(text)} |" for name, text in listed.items()),
-                "\n```{toctree}\n:hidden:\n", *listed, "```\n"]
+    overview = [
+        "# The command line\n",
+        f"{escaped(parser.description or '')} `-` and `_` are alike in option names.\n",
+        "Two that need no command:\n",
+        *_options(parser, parser._optionals),
+        "| command | what it does |\n|---|---|",
+        *(f"| [`course {name}`]({name}.md) | {escaped(text)} |" for name, text in listed.items()),
+        "\n```{toctree}\n:hidden:\n",
+        *listed,
+        "```\n",
+    ]
     made = {f"command-line/{name}.md": _page(commands.choices[name], text) for name, text in listed.items()}
     return {"command-line/index.md": "\n".join(overview), **made}
 
 
 def _page(parser: argparse.ArgumentParser, said: str) -> str:
     usage = re.sub(r"\n +", "\n    ", re.sub(r"^usage: ", "", parser.format_usage()).rstrip())
-    lines = [f"# course {parser.prog.rpartition(' ')[2]}\n", f"{escaped(sentence(said)).rstrip('.')}.\n",
-             f"```text\n{usage}\n```\n"]
+    lines = [
+        f"# course {parser.prog.rpartition(' ')[2]}\n",
+        f"{escaped(sentence(said)).rstrip('.')}.\n",
+        f"```text\n{usage}\n```\n",
+    ]
     for group in parser._action_groups:
         shown = _options(parser, group)
         if shown:
@@ -46,8 +55,16 @@ def _options(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) ->
     for action in group._group_actions:
         if action.help is HIDDEN or isinstance(action, argparse._SubParsersAction):
             continue
-        value = "" if action.nargs == 0 else formatter._format_args(action, formatter._get_default_metavar_for_optional(
-            action) if action.option_strings else formatter._get_default_metavar_for_positional(action))
+        value = (
+            ""
+            if action.nargs == 0
+            else formatter._format_args(
+                action,
+                formatter._get_default_metavar_for_optional(action)
+                if action.option_strings
+                else formatter._get_default_metavar_for_positional(action),
+            )
+        )
         names = ", ".join(action.option_strings) or value
         head = f"`{names} {value}`" if action.option_strings and value else f"`{names}`"
         said = formatter._expand_help(action) if action.help else "as the Hugging Face Trainer has it"

@@ -16,8 +16,16 @@ author = ""
 version = release = course_lib.__version__
 language, highlight_language = "en", "none"
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.linkcode", "sphinx.ext.mathjax",
-              "sphinx_design", "sphinx_copybutton", "book.extension"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.linkcode",
+    "sphinx.ext.mathjax",
+    "sphinx_design",
+    "sphinx_copybutton",
+    "book.extension",
+]
 exclude_patterns = ["about-files.json", "_extra"]
 templates_path = [str(ROOT / "book" / "templates")]
 pygments_style = "a11y-high-contrast-light"
@@ -37,8 +45,12 @@ add_module_names = False
 mathjax_path = "mathjax/tex-svg.js"
 mathjax4_config = {
     "loader": {"paths": {"fonts": "[mathjax]"}},
-    "options": {"enableSpeech": False, "enableBraille": False, "enableExplorer": False,
-                "menuOptions": {"settings": {"enrich": False, "assistiveMml": True}}},
+    "options": {
+        "enableSpeech": False,
+        "enableBraille": False,
+        "enableExplorer": False,
+        "menuOptions": {"settings": {"enrich": False, "assistiveMml": True}},
+    },
 }
 
 html_theme = "sphinx_book_theme"
@@ -50,8 +62,13 @@ html_favicon = str(ROOT / "book" / "static" / "favicon.svg")
 html_context = {"default_mode": "auto"}
 html_copy_source = html_use_index = html_domain_indices = False
 html_show_sphinx = html_show_copyright = False
-html_theme_options = {"use_download_button": False, "use_fullscreen_button": False, "show_toc_level": 2,
-                      "navigation_with_keys": False, "secondary_sidebar_items": []}
+html_theme_options = {
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "show_toc_level": 2,
+    "navigation_with_keys": False,
+    "secondary_sidebar_items": [],
+}
 html_sidebars = {"**": ["navbar-logo.html", "search-button-field.html", "course-nav.html"]}
 
 

@@ -25,14 +25,16 @@ def contents() -> dict[str, list[dict[str, Any]]]:
     for lesson in front_page.lessons():
         found = questions_of(nbformat.read(ROOT / lesson.path, as_version=4).cells).values()
         asked = [{"name": one.name, "id": one.anchor, "ask": one.ask.replace("`", "")} for one in found]
-        lessons.append({"lesson": Path(lesson.path).stem, "title": f"{lesson.number:02} · {lesson.question}",
-                        "questions": asked})
+        lessons.append(
+            {"lesson": Path(lesson.path).stem, "title": f"{lesson.number:02} · {lesson.question}", "questions": asked}
+        )
     for path in sorted((ROOT / "exercises").glob("[0-9]*.ipynb")):
         title = ""
         for cell in nbformat.read(path, as_version=4).cells:
             if heading := re.search(r"^## \d+\. (.+)", cell.source, re.MULTILINE):
                 title = heading[1]
             if checked := re.match(r'check\("([^"]+)"', cell.source):
-                exercises.append({"name": checked[1], "lesson": path.stem, "title": title,
-                                  "points": cell.metadata.nbgrader.points})
+                exercises.append(
+                    {"name": checked[1], "lesson": path.stem, "title": title, "points": cell.metadata.nbgrader.points}
+                )
     return {"lessons": lessons, "exercises": exercises}

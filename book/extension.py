@@ -51,8 +51,11 @@ def add_dark_figures(app: Sphinx, tree: nodes.document) -> None:
             continue
         twin = written / f"{name}-dark{stored.suffix}"
         if not twin.is_file():
-            twin.write_bytes(dark_figures.svg(stored.read_text(encoding="utf-8")).encode() if stored.suffix == ".svg"
-                             else dark_figures.png(stored.read_bytes()))
+            twin.write_bytes(
+                dark_figures.svg(stored.read_text(encoding="utf-8")).encode()
+                if stored.suffix == ".svg"
+                else dark_figures.png(stored.read_bytes())
+            )
         dark = image.deepcopy()
         dark["uri"] = posixpath.relpath(twin, Path(app.srcdir) / posixpath.dirname(app.env.docname))
         image["classes"], dark["classes"] = [*image["classes"], "only-light"], [*dark["classes"], "only-dark"]
@@ -80,12 +83,27 @@ def mark_part(app: Sphinx, tree: nodes.document) -> None:
 
 def add_course_nav(app: Sphinx, page: str, template: str, context: dict[str, Any], tree: nodes.document | None) -> None:
     """Let the side bar show the page's own headings below its entry (book/templates/course-nav.html)."""
+
     def course_nav() -> str:
-        links = str(context["generate_toctree_html"](startdepth=0, kind="sidebar", maxdepth=4, collapse=True,
-                                                     includehidden=True, titles_only=True, show_nav_level=1))
+        links = str(
+            context["generate_toctree_html"](
+                startdepth=0,
+                kind="sidebar",
+                maxdepth=4,
+                collapse=True,
+                includehidden=True,
+                titles_only=True,
+                show_nav_level=1,
+            )
+        )
         here = f"<div id='pst-page-toc-nav'>{context['generate_toc_html']()}</div>" if tree else ""
-        return re.sub(r'(<li class="toctree-l\d[^"]*\bcurrent\b[^"]*"><a class="current[^>]*href="#">.*?</a>)',
-                      lambda m: m[1] + here, links, count=1, flags=re.DOTALL)
+        return re.sub(
+            r'(<li class="toctree-l\d[^"]*\bcurrent\b[^"]*"><a class="current[^>]*href="#">.*?</a>)',
+            lambda m: m[1] + here,
+            links,
+            count=1,
+            flags=re.DOTALL,
+        )
 
     context["course_nav"] = course_nav
     if "body" in context:  # a fold of MyST-NB has a name beside its words, which a screen reader would say instead
@@ -131,8 +149,9 @@ def add_fetched_files(app: Sphinx, config: Config) -> None:
 
 def read_as_meant(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
     """Write what a docstring says in plain text as reStructuredText: a plural after code (``DTensor``s), |a norm|."""
-    lines[:] = [re.sub(r"(?<=\w``)(?=s\b)", r"\\ ", re.sub(r"(``.*?``)|\|", lambda m: m[1] or r"\|", line))
-                for line in lines]
+    lines[:] = [
+        re.sub(r"(?<=\w``)(?=s\b)", r"\\ ", re.sub(r"(``.*?``)|\|", lambda m: m[1] or r"\|", line)) for line in lines
+    ]
 
 
 def lighten_site(app: Sphinx, problem: Exception | None) -> None:

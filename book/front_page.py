@@ -10,9 +10,14 @@ from book import open_elsewhere
 from book.moving_picture import drawing
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = (("start", "Start", 0, 0), ("replicas", "One model on every rank", 1, 4), ("cuts", "The model, cut up", 5, 8),
-         ("costs", "What it costs, what breaks", 9, 10), ("work", "At work", 11, 13),
-         ("further", "One question more", 14, 99))
+PARTS = (
+    ("start", "Start", 0, 0),
+    ("replicas", "One model on every rank", 1, 4),
+    ("cuts", "The model, cut up", 5, 8),
+    ("costs", "What it costs, what breaks", 9, 10),
+    ("work", "At work", 11, 13),
+    ("further", "One question more", 14, 99),
+)
 """Parts of the course, as the end of lesson 00 has them: class, name, first and last lesson."""
 
 
@@ -40,8 +45,13 @@ def lessons() -> list[Lesson]:
     Raises:
         ValueError: a lesson lacks its title or time, or the README's table lacks the lesson.
     """
-    table = dict(re.findall(r"^\| \[[^\]]+\]\((notebooks/\S+?\.ipynb)\) \| [^|]+ \| ([^|]+) \|$",
-                            (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
+    table = dict(
+        re.findall(
+            r"^\| \[[^\]]+\]\((notebooks/\S+?\.ipynb)\) \| [^|]+ \| ([^|]+) \|$",
+            (ROOT / "README.md").read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
+    )
     found = []
     for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
         first = nbformat.read(path, as_version=4).cells[0].source
@@ -67,12 +77,18 @@ def filled(page: str) -> str:
         part = [lesson for lesson in every if first <= lesson.number <= last]
         listed += [f":::::{{div}} part part-{name}\n**{title}**\n"]
         for lesson in part:
-            listed.append(f"1. [{lesson.number:02} · {lesson.question}]({lesson.path})<br>"
-                          f"{lesson.measures[:1].upper() + lesson.measures[1:]} *{lesson.time}*")
+            listed.append(
+                f"1. [{lesson.number:02} · {lesson.question}]({lesson.path})<br>"
+                f"{lesson.measures[:1].upper() + lesson.measures[1:]} *{lesson.time}*"
+            )
         listed.append("\n:::::\n")
         toctree += [lesson.path[:-6] for lesson in part]
-    fillings = {"map": "\n".join(listed), "lessons": "\n".join(toctree),
-                "picture": f"```{{raw}} html\n{drawing()}\n```", "get": where_to_get(open_elsewhere.REPOSITORY)}
+    fillings = {
+        "map": "\n".join(listed),
+        "lessons": "\n".join(toctree),
+        "picture": f"```{{raw}} html\n{drawing()}\n```",
+        "get": where_to_get(open_elsewhere.REPOSITORY),
+    }
     for name, text in fillings.items():
         page = page.replace(f"<!-- {name} -->", text)
     return page
@@ -85,16 +101,20 @@ def where_to_get(repository: str) -> str:
         repository: OWNER/NAME on GitHub; empty where the book is built from a checkout, which its reader then has.
     """
     if not repository:
-        return ("This book was built from a checkout of the course, which its reader has. In its folder:\n\n"
-                "```bash\nmake lab     # sets up .venv, opens JupyterLab at lesson 00 with the exercises beside it\n"
-                "make train   # fine-tunes MiniLM on 2 processes (or on every GPU), ends with a table\n```\n\n"
-                "`pip install .` there brings its tools into an environment of yours "
-                "([what they need](docs/setup.md#without-the-course)).")
+        return (
+            "This book was built from a checkout of the course, which its reader has. In its folder:\n\n"
+            "```bash\nmake lab     # sets up .venv, opens JupyterLab at lesson 00 with the exercises beside it\n"
+            "make train   # fine-tunes MiniLM on 2 processes (or on every GPU), ends with a table\n```\n\n"
+            "`pip install .` there brings its tools into an environment of yours "
+            "([what they need](docs/setup.md#without-the-course))."
+        )
     address = f"https://github.com/{repository}"
     elsewhere = open_elsewhere.places("00_start_here", repository)
-    return (f"```bash\ngit clone {address} course && cd course\n"
-            "make lab     # sets up .venv, opens JupyterLab at lesson 00 with the exercises beside it\n"
-            "make train   # fine-tunes MiniLM on 2 processes (or on every GPU), ends with a table\n```\n\n"
-            f"Nothing to install: open lesson 00 in [Colab]({elsewhere['Colab']}), as every lesson's margin offers, "
-            f"or the whole course in [Codespaces]({elsewhere['Codespaces']}). Its tools alone, for trainings of yours: "
-            f"`pip install git+{address}` ([what they need](docs/setup.md#without-the-course)).")
+    return (
+        f"```bash\ngit clone {address} course && cd course\n"
+        "make lab     # sets up .venv, opens JupyterLab at lesson 00 with the exercises beside it\n"
+        "make train   # fine-tunes MiniLM on 2 processes (or on every GPU), ends with a table\n```\n\n"
+        f"Nothing to install: open lesson 00 in [Colab]({elsewhere['Colab']}), as every lesson's margin offers, "
+        f"or the whole course in [Codespaces]({elsewhere['Codespaces']}). Its tools alone, for trainings of yours: "
+        f"`pip install git+{address}` ([what they need](docs/setup.md#without-the-course))."
+    )

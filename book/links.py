@@ -26,8 +26,14 @@ class Links:
         """A page's text with each link to a file that is none of the book's as ``source:PATH``; code is left alone."""
         parts = re.split(FENCED, text)
         # re.split puts both groups of a fence between the texts: the whole of it, and what it begins with
-        return "".join(IN_MARKDOWN.sub(lambda m: self._said(m, page, "source:"), part) if at % 3 == 0 else
-                       part if at % 3 == 1 else "" for at, part in enumerate(parts))
+        return "".join(
+            IN_MARKDOWN.sub(lambda m: self._said(m, page, "source:"), part)
+            if at % 3 == 0
+            else part
+            if at % 3 == 1
+            else ""
+            for at, part in enumerate(parts)
+        )
 
     def in_html(self, text: str, page: Path) -> str:
         """A page's HTML with each link to such a file as one to the page that shows it."""

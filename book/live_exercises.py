@@ -44,11 +44,15 @@ def pages() -> dict[str, str]:
     for task in TASKS.values():
         if task.lesson != lesson:
             lesson = task.lesson
-            parts.append(f"## Lesson {lesson[:2]}\n\nFrom [the notebook](../exercises/{lesson}.ipynb); "
-                         f"[the lesson](../notebooks/{lesson}.ipynb).\n")
+            parts.append(
+                f"## Lesson {lesson[:2]}\n\nFrom [the notebook](../exercises/{lesson}.ipynb); "
+                f"[the lesson](../notebooks/{lesson}.ipynb).\n"
+            )
         said, code = of_notebook(task)
-        parts += [re.sub(r"^## \d+\. ", "### ", said) + "\n",
-                  EDITOR.format(name=task.name, rows=code.count("\n") + 8, code=html.escape(code))]
+        parts += [
+            re.sub(r"^## \d+\. ", "### ", said) + "\n",
+            EDITOR.format(name=task.name, rows=code.count("\n") + 8, code=html.escape(code)),
+        ]
     parts.append(f'```{{raw}} html\n<script src="{LIVE}/exercises.js"></script>\n```\n')
     return {"live/exercises.md": "\n".join(parts)}
 

@@ -14,14 +14,23 @@ LIVE = Path(__file__).parent / "live"
 PACKED, LOCK = ("pyodide.asm.wasm", "pyodide.asm.mjs"), "pyodide-lock.json"
 PYTHON = ("pyodide.mjs", "python_stdlib.zip", *PACKED)
 MODULES = (
-    "book/__init__.py", "book/live/*.py",
-    "course_lib/__init__.py", "course_lib/errors.py", "course_lib/missing_extra.py",
-    "course_lib/parallel/__init__.py", "course_lib/parallel/pipeline/**/*.py",
-    "course_lib/commands/__init__.py", "course_lib/commands/plan.py", "course_lib/commands/plan_page.py",
-    "course_lib/planning/*.py", "course_lib/planning/catalogue/errors.json",
+    "book/__init__.py",
+    "book/live/*.py",
+    "course_lib/__init__.py",
+    "course_lib/errors.py",
+    "course_lib/missing_extra.py",
+    "course_lib/parallel/__init__.py",
+    "course_lib/parallel/pipeline/**/*.py",
+    "course_lib/commands/__init__.py",
+    "course_lib/commands/plan.py",
+    "course_lib/commands/plan_page.py",
+    "course_lib/planning/*.py",
+    "course_lib/planning/catalogue/errors.json",
     *(f"course_lib/grading/{name}.py" for name in ("__init__", "own_code", "report", "rules", "task")),
     *(f"course_lib/grading/tasks/{name}.py" for name in ("__init__", "drawing", "pipeline", "planner", "planning")),
-    "course_lib/modeling/__init__.py", "course_lib/modeling/dealing.py")
+    "course_lib/modeling/__init__.py",
+    "course_lib/modeling/dealing.py",
+)
 """What book/live/ needs, and what stands in the same folders; none of it imports torch before it is asked."""
 TABLES = "course_lib/planning/catalogue/*.yaml"
 """Go as JSON: the browser's Python has no YAML."""

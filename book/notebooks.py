@@ -36,8 +36,9 @@ def page_of(path: Path, page: Path, links: Links) -> tuple[str, dict[str, str]]:
                 if table := cells.numbers(output):
                     place = cell.outputs.index(output) + 1
                     cell.outputs.insert(place, nbformat.v4.new_output("display_data", {"text/html": table}))
-    notebook.cells = [part for cell in notebook.cells
-                      for part in (cells.parts(cell) if cell.cell_type == "code" else [cell])]
+    notebook.cells = [
+        part for cell in notebook.cells for part in (cells.parts(cell) if cell.cell_type == "code" else [cell])
+    ]
     if page.parts[0] == "notebooks":
         said = open_elsewhere.buttons(path.stem, open_elsewhere.REPOSITORY)
         notebook.cells[0].source = cells.with_side_notes(notebook.cells[0].source, said)

@@ -18,16 +18,23 @@ INSTALLED = ROOT / ".venv" / "npm"
 PACKAGES = {
     "mathjax": ("4.1.3", "BN/8Pkgn7G1pIDYJqd9md+JHsE/jydSYbyOZnSdSA0WziuVO8mRxdYiWFumkVVly/8U+hm9DpIIoWuvySverzw=="),
     "@mathjax/mathjax-newcm-font": (
-        "4.1.3", "gzAB3dFHilHX1l5x2xUqRL+1jDQt3Fyza1DkEMVXWC4E8SvsGdlgEza47HYi2WhVcgfkvf4zgUGzuhbq3Pjlew=="),
-    "pyodide": (
-        "314.0.7", "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="),
+        "4.1.3",
+        "gzAB3dFHilHX1l5x2xUqRL+1jDQt3Fyza1DkEMVXWC4E8SvsGdlgEza47HYi2WhVcgfkvf4zgUGzuhbq3Pjlew==",
+    ),
+    "pyodide": ("314.0.7", "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="),
     "axe-core": ("4.14.1", "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="),
     "@fontsource-variable/source-serif-4": (
-        "5.3.1", "4Rtay22SC4lMvw11r/+9kxANB6P3M0X8s1NudBC2v0J1KU2y3DcMoNcT3lBoZ/CqLirzf+StlO6UlJilyrvaUg=="),
+        "5.3.1",
+        "4Rtay22SC4lMvw11r/+9kxANB6P3M0X8s1NudBC2v0J1KU2y3DcMoNcT3lBoZ/CqLirzf+StlO6UlJilyrvaUg==",
+    ),
     "@fontsource-variable/inter": (
-        "5.3.0", "OupL48va4JNofb97w6NYeF9S7W/kHNKM0Er8Dem5nqi4jeOLrVJDoE8tZEpnMJmtkvNbB1EIPPwHcdkF6b1oUA=="),
+        "5.3.0",
+        "OupL48va4JNofb97w6NYeF9S7W/kHNKM0Er8Dem5nqi4jeOLrVJDoE8tZEpnMJmtkvNbB1EIPPwHcdkF6b1oUA==",
+    ),
     "@fontsource-variable/jetbrains-mono": (
-        "5.3.0", "F32xpS2NsGYoQi2ADSkKTgpJj7ozajsGgDJ8woTnqjmIB+dxDIqImjl4pXZVEExu8UFZ2ndhmX18EBS/hdz3Lw=="),
+        "5.3.0",
+        "F32xpS2NsGYoQi2ADSkKTgpJj7ozajsGgDJ8woTnqjmIB+dxDIqImjl4pXZVEExu8UFZ2ndhmX18EBS/hdz3Lw==",
+    ),
 }
 """Version, and the SHA-512 that npm publishes of its archive, by name."""
 
@@ -72,8 +79,10 @@ def fetched(name: str, version: str) -> bytes:
         with urllib.request.urlopen(address, timeout=60) as answer:
             return answer.read()
     except OSError as error:
-        raise NotFetched(f"{name} {version} cannot be fetched from {registry} ({error}): check the network, or name a "
-                         "mirror with `npm config set registry`") from error
+        raise NotFetched(
+            f"{name} {version} cannot be fetched from {registry} ({error}): check the network, or name a "
+            "mirror with `npm config set registry`"
+        ) from error
 
 
 if __name__ == "__main__":

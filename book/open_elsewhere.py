@@ -53,5 +53,7 @@ def buttons(lesson: str, repository: str) -> str:
 
 def places(lesson: str, repository: str) -> dict[str, str]:
     """Addresses at which a lesson, or the whole course, opens in a browser, by the place's name."""
-    return {"Colab": f"https://colab.research.google.com/github/{repository}/blob/{BRANCH}/open/{lesson}.ipynb",
-            "Codespaces": f"https://codespaces.new/{repository}"}
+    return {
+        "Colab": f"https://colab.research.google.com/github/{repository}/blob/{BRANCH}/open/{lesson}.ipynb",
+        "Codespaces": f"https://codespaces.new/{repository}",
+    }

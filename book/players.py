@@ -60,17 +60,21 @@ def page() -> dict[str, str]:
     parts = [INTRODUCTION]
     for name, recording in recordings().items():
         lesson = next(path for path in (ROOT / "notebooks").glob(f"{name[:2]}_*.ipynb"))
-        parts.append(f"## {escaped(recording['title'])}\n\n{escaped(recording['says'])} Lesson "
-                     f"[{name[:2]}](../notebooks/{lesson.name}).\n\n{player(name, recording)}\n")
+        parts.append(
+            f"## {escaped(recording['title'])}\n\n{escaped(recording['says'])} Lesson "
+            f"[{name[:2]}](../notebooks/{lesson.name}).\n\n{player(name, recording)}\n"
+        )
     return {"live/ranks.md": "\n".join(parts)}
 
 
 def player(name: str, recording: dict[str, Any]) -> str:
     """A player as Markdown, for a page in a folder of the book."""
     height = len(recording["ranks"]) * LANE + BELOW
-    return (f'```{{raw}} html\n<div class="ranks" id="ranks-{name}" data-name="{name}" '
-            f'data-source="../_static/recordings/{name}.js" style="min-height: {height}px">'
-            f'<p><button type="button">Play the ranks</button></p></div>\n```')
+    return (
+        f'```{{raw}} html\n<div class="ranks" id="ranks-{name}" data-name="{name}" '
+        f'data-source="../_static/recordings/{name}.js" style="min-height: {height}px">'
+        f'<p><button type="button">Play the ranks</button></p></div>\n```'
+    )
 
 
 def with_players(text: str, page: Path) -> str:
@@ -89,7 +93,9 @@ def with_players(text: str, page: Path) -> str:
 
 
 def _section(own: dict[str, dict[str, Any]]) -> Iterator[str]:
-    yield (f"## {HEADING}\n\nThis lesson's code on real ranks, recorded and played: step with the arrow keys, or press "
-           "▶. [All recordings](../live/ranks.md)\n")
+    yield (
+        f"## {HEADING}\n\nThis lesson's code on real ranks, recorded and played: step with the arrow keys, or press "
+        "▶. [All recordings](../live/ranks.md)\n"
+    )
     for name, recording in own.items():
         yield f"### {escaped(recording['title'])}\n\n{escaped(recording['says'])}\n\n{player(name, recording)}\n"

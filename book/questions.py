@@ -17,8 +17,10 @@ from book.stored_questions import QUESTION, RECORD, Question, anchor, asking, pa
 
 LISTING = "application/vnd.course.listing+json"
 HEADING = re.compile(r"^#{1,6} ", re.MULTILINE)
-PROMPT = {"code_prompt_show": "Code of the question, with the author's prediction",
-          "code_prompt_hide": "Hide the code of the question"}
+PROMPT = {
+    "code_prompt_show": "Code of the question, with the author's prediction",
+    "code_prompt_hide": "Hide the code of the question",
+}
 
 
 def is_question_cell(cell: NotebookNode) -> bool:
@@ -85,7 +87,7 @@ class _Page:
     def _text(self, cell: NotebookNode) -> NotebookNode:
         code_blanked = FENCED.sub(lambda code: re.sub(r"\S", " ", code[0]), cell.source)
         heading = HEADING.search(code_blanked)
-        text, rest = (cell.source[:heading.start()], cell.source[heading.start():]) if heading else (cell.source, "")
+        text, rest = (cell.source[: heading.start()], cell.source[heading.start() :]) if heading else (cell.source, "")
         names = self.fresh or (self.found if text.startswith("> **Takeaway") else [])
         if names and text.strip():
             cell.source = _waits(names, f"\n\n{text.strip()}\n\n") + (f"\n\n{rest}" if rest else "")
@@ -101,10 +103,12 @@ def html(question: Question) -> str:
     choices = f"<p class='question-choices'>{escape(' · '.join(question.choices))}</p>" if question.choices else ""
     because = f" ({escape(question.because)})" if question.because else ""
     words = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(question.ask))
-    return (f"<div class='question' id='{question.anchor}' data-question='{escape(json.dumps(data))}'>"
-            f"<p class='question-ask'><b>Your prediction.</b> {words}</p>{choices}"
-            f"<details class='question-author'><summary>The author's prediction</summary>"
-            f"<p>{escape(question.author)}{because}</p></details></div>")
+    return (
+        f"<div class='question' id='{question.anchor}' data-question='{escape(json.dumps(data))}'>"
+        f"<p class='question-ask'><b>Your prediction.</b> {words}</p>{choices}"
+        f"<details class='question-author'><summary>The author's prediction</summary>"
+        f"<p>{escape(question.author)}{because}</p></details></div>"
+    )
 
 
 def _waits(names: list[str], inner: str) -> str:
@@ -144,8 +148,12 @@ def _folded(cell: NotebookNode) -> list[NotebookNode]:
     """
     tree = parsed(cell.source)
     calls = set(asking(tree))
-    taken = {line for statement in tree.body if calls.intersection(ast.walk(statement))
-             for line in range(statement.lineno - 1, statement.end_lineno or statement.lineno)}
+    taken = {
+        line
+        for statement in tree.body
+        if calls.intersection(ast.walk(statement))
+        for line in range(statement.lineno - 1, statement.end_lineno or statement.lineno)
+    }
     lines = cell.source.splitlines()
     other = "\n".join(line for at, line in enumerate(lines) if at not in taken).strip()
     made = []

@@ -15,7 +15,9 @@ ASKED = re.compile(
     r"<div [^>]*><b>Your prediction\.</b> (?P<ask>.*?)(?: <span [^>]*>(?P<choices>.*?)</span>)?</div>"
     r"(?:<div>You: .*?</div>)?<details><summary>[^<]*</summary>"
     r"<div [^>]*><b>Predicted</b> (?P<label>.*?): <b>(?P<author>.*?)</b>(?: <span [^>]*>\((?P<because>.*)\)</span>)?"
-    r"</div></details>", re.DOTALL)
+    r"</div></details>",
+    re.DOTALL,
+)
 """What `predict(ask=...)` leaves in a stored notebook."""
 MEASURED = re.compile(r"<div [^>]*><b>\w+</b> .*?: <b>(?P<shown>.*?)</b> <span [^>]*>\(.*\)</span></div>", re.DOTALL)
 """And `measure`."""
@@ -89,15 +91,26 @@ def questions_of(cells: list[NotebookNode]) -> dict[str, Question]:
                 said = ASKED.fullmatch(output.data["text/html"])
                 if not said:
                     raise ValueError(f"the question {name} is not stored as predict() writes it: run the lesson again")
-                asked[name] = _question(name, {key: unescape(text or "") for key, text in said.groupdict().items()},
-                                        _record(name, cells[at:]), cell.source)
+                asked[name] = _question(
+                    name,
+                    {key: unescape(text or "") for key, text in said.groupdict().items()},
+                    _record(name, cells[at:]),
+                    cell.source,
+                )
     return asked
 
 
 def _record(name: str, cells: list[NotebookNode]) -> NotebookNode | None:
     """The output that holds what was found under a name."""
-    return next((output.data for cell in cells for output in cell.get("outputs", [])
-                 if output.get("data", {}).get(RECORD, {}).get("name") == name), None)
+    return next(
+        (
+            output.data
+            for cell in cells
+            for output in cell.get("outputs", [])
+            if output.get("data", {}).get(RECORD, {}).get("name") == name
+        ),
+        None,
+    )
 
 
 def _question(name: str, said: dict[str, str], record: NotebookNode | None, source: str) -> Question:
@@ -160,5 +173,10 @@ def parsed(source: str) -> ast.Module:
 
 def asking(cell: ast.Module) -> list[ast.Call]:
     """The calls in a cell that ask."""
-    return [node for node in ast.walk(cell) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "predict"
-            and any(keyword.arg == "ask" for keyword in node.keywords)]
+    return [
+        node
+        for node in ast.walk(cell)
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "predict"
+        and any(keyword.arg == "ask" for keyword in node.keywords)
+    ]

@@ -25,8 +25,10 @@ trainer and no configuration is needed, and no package but torch.
 
 def modules() -> dict[str, list[Path]]:
     """The modules of each part, by its folder below the textbook."""
-    return {folder: sorted(path for path in (TEXTBOOK / folder).glob("*.py") if path.name != "__init__.py")
-            for folder in PARTS}
+    return {
+        folder: sorted(path for path in (TEXTBOOK / folder).glob("*.py") if path.name != "__init__.py")
+        for folder in PARTS
+    }
 
 
 def files() -> list[str]:
@@ -46,8 +48,10 @@ def pages() -> dict[str, str]:
             first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
             short, file = name.removeprefix("course_lib.parallel."), path.relative_to(ROOT)
             lines.append(f"| [`{short}`]({name}.md) | {escaped(first)} |")
-            made[f"textbook/{name}.md"] = (f"# {short}\n\n[{file}](source:{file})\n\n```{{eval-rst}}\n"
-                                           f".. automodule:: {name}\n   :members:\n   :member-order: bysource\n```\n")
+            made[f"textbook/{name}.md"] = (
+                f"# {short}\n\n[{file}](source:{file})\n\n```{{eval-rst}}\n"
+                f".. automodule:: {name}\n   :members:\n   :member-order: bysource\n```\n"
+            )
         lines += ["\n```{toctree}\n:hidden:\n", *(dotted(path) for path in paths), "```\n"]
     return {"textbook/index.md": "\n".join(lines), **made}
 

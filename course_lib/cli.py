@@ -53,12 +53,34 @@ from course_lib.commands import (
 from course_lib.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUME, ConfigError, CourseError, near, nearest
 from course_lib.tracking.redact import redact
 
-COMMANDS = (train, evaluate, merge, audit, watch, meter, trace, schedule, plan, simulate, select, bench, runs,
-            dashboard, sweep, submit, push, check, progress, grade, release, doctor)
+COMMANDS = (
+    train,
+    evaluate,
+    merge,
+    audit,
+    watch,
+    meter,
+    trace,
+    schedule,
+    plan,
+    simulate,
+    select,
+    bench,
+    runs,
+    dashboard,
+    sweep,
+    submit,
+    push,
+    check,
+    progress,
+    grade,
+    release,
+    doctor,
+)
 
 LESS_MEMORY = {
     "train": "take a smaller --batch_size and as much more of --gradient_accumulation_steps, then "
-             "--activation_checkpointing; `course plan` says what fits",
+    "--activation_checkpointing; `course plan` says what fits",
     "evaluate": "take a smaller --eval_batch_size",
 }
 """What to do about a GPU that has too little memory, by command."""
@@ -73,11 +95,19 @@ class Parser(argparse.ArgumentParser):
 
 def command_line() -> "tuple[Parser, argparse._SubParsersAction[Parser]]":
     """The parser of the whole command line, and its commands."""
-    parser = Parser(prog="course", description="Train transformers on one process or many, and learn how it works.",
-                    allow_abbrev=False)
+    parser = Parser(
+        prog="course",
+        description="Train transformers on one process or many, and learn how it works.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("--install_completion", nargs="?", const="", metavar="SHELL",
-                        help="have bash, zsh or fish complete commands, options and values [your shell]")
+    parser.add_argument(
+        "--install_completion",
+        nargs="?",
+        const="",
+        metavar="SHELL",
+        help="have bash, zsh or fish complete commands, options and values [your shell]",
+    )
     commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
     for command in COMMANDS:
         own = commands.add_parser(command.NAME, help=command.HELP, description=command.HELP, allow_abbrev=False)
@@ -95,11 +125,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser, commands = command_line()
     argv, started = split(without_local_rank(argv))
     if word := next((word for word in argv if any("\ud800" <= letter <= "\udfff" for letter in word)), None):
-        raise ConfigError(f"`{word}` is no text in this system's encoding, {sys.getfilesystemencoding()}",
-                          "set PYTHONUTF8=1 in the environment, and name files in UTF-8")
+        raise ConfigError(
+            f"`{word}` is no text in this system's encoding, {sys.getfilesystemencoding()}",
+            "set PYTHONUTF8=1 in the environment, and name files in UTF-8",
+        )
     if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
-        raise ConfigError(f"unknown command `{argv[0]}`", nearest(argv[0], commands.choices),
-                          spelt=_only(argv[0], near(argv[0], commands.choices)))
+        raise ConfigError(
+            f"unknown command `{argv[0]}`",
+            nearest(argv[0], commands.choices),
+            spelt=_only(argv[0], near(argv[0], commands.choices)),
+        )
     args, unknown = parser.parse_known_args([underscored(token) for token in argv])
     if args.install_completion is not None:
         args.run = lambda _: completion.install(parser, args.install_completion)
@@ -113,8 +148,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             raise ConfigError(f"unknown option `{name}`", "options begin with `--`")
         plain = [option.lstrip("-") for option in args.options]  # the hyphens make all of them alike
         likely = [f"--{each}" for each in near(name[2:], plain)]
-        raise ConfigError(f"unknown option `{name}`", nearest(likely[0], likely, len(likely)) if likely else "",
-                          spelt=_only(name, likely))
+        raise ConfigError(
+            f"unknown option `{name}`",
+            nearest(likely[0], likely, len(likely)) if likely else "",
+            spelt=_only(name, likely),
+        )
     args.command_line = started
     return args
 
@@ -138,8 +176,10 @@ def without_local_rank(argv: Sequence[str]) -> list[str]:
         return list(argv)
     given, rank = argv[0].partition("=")[2], os.environ.get("LOCAL_RANK")
     if given != rank:
-        raise ConfigError(f"--local_rank is {given}, and the environment's LOCAL_RANK is {rank}",
-                          "start with torchrun, accelerate launch, deepspeed, or --num_processes N")
+        raise ConfigError(
+            f"--local_rank is {given}, and the environment's LOCAL_RANK is {rank}",
+            "start with torchrun, accelerate launch, deepspeed, or --num_processes N",
+        )
     return list(argv[1:])
 
 

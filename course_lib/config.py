@@ -54,8 +54,10 @@ class Config(Strict):
         try:
             return Path(self.output.output_dir.format_map(values)).expanduser()
         except (KeyError, ValueError, IndexError) as error:
-            raise ConfigError(f"output_dir `{self.output.output_dir}` has a brace that names no field ({error})",
-                              "use names of config fields, for example {model}") from None
+            raise ConfigError(
+                f"output_dir `{self.output.output_dir}` has a brace that names no field ({error})",
+                "use names of config fields, for example {model}",
+            ) from None
 
     def __getitem__(self, leaf: str) -> Any:
         return getattr(getattr(self, option(leaf).section), leaf)
@@ -90,9 +92,11 @@ class Option:
 def _field_docs(cls: type) -> dict[str, str]:
     """The string literal under each field of a class, as PEP 257 has it."""
     body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
-    return {ast.unparse(field_.target): ast.literal_eval(text.value)
-            for field_, text in itertools.pairwise(body)
-            if isinstance(field_, ast.AnnAssign) and isinstance(text, ast.Expr)}
+    return {
+        ast.unparse(field_.target): ast.literal_eval(text.value)
+        for field_, text in itertools.pairwise(body)
+        if isinstance(field_, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
 
 
 @functools.cache
@@ -101,8 +105,9 @@ def options() -> tuple[Option, ...]:
     listed = []
     for section in dataclasses.fields(Config):
         docs = _field_docs(section.type)  # type: ignore[arg-type]
-        listed += [Option(f.name, section.name, f.type, f.default, docs[f.name])
-                   for f in dataclasses.fields(section.type)]  # type: ignore[arg-type]
+        listed += [
+            Option(f.name, section.name, f.type, f.default, docs[f.name]) for f in dataclasses.fields(section.type)
+        ]  # type: ignore[arg-type]
     return tuple(listed)
 
 
@@ -154,8 +159,11 @@ def build(leaves: Mapping[str, Any], where: str | Mapping[str, str] = "config") 
             wanted += "; in YAML in quotes, as in 'no'"
         likely = near(str(first["input"]), known.choices)
         place = where if isinstance(where, str) else where.get(name, "config")
-        raise ConfigError(f"{place}: `{name}` cannot be {first['input']!r}", wanted,
-                          cure={name: likely[0]} if len(likely) == 1 else None) from None
+        raise ConfigError(
+            f"{place}: `{name}` cannot be {first['input']!r}",
+            wanted,
+            cure={name: likely[0]} if len(likely) == 1 else None,
+        ) from None
 
 
 @functools.cache
@@ -169,18 +177,25 @@ def _validator() -> Any:
 def _check_together(config: Config) -> Config:
     """Rules that join two fields."""
     config = _check_tensor(config)
-    config = dataclasses.replace(config, parallel=check_experts(config.parallel, config.run, config.model, config.optim,
-                                                                config.tracking))
-    config = dataclasses.replace(config, parallel=check_communication(config.communication, config.parallel,
-                                                                      config.run))
+    config = dataclasses.replace(
+        config, parallel=check_experts(config.parallel, config.run, config.model, config.optim, config.tracking)
+    )
+    config = dataclasses.replace(
+        config, parallel=check_communication(config.communication, config.parallel, config.run)
+    )
     config = dataclasses.replace(config, data=lengths_to_cut(config.parallel, config.run, config.data, config.model))
     run, data, out = config.run, config.data, config.output
     if run.training_type == "basic" and (run.num_processes or 1) > 1:
-        raise ConfigError(f"training_type basic runs one process, not num_processes={run.num_processes}",
-                          "use --training_type accelerated", cure={"training_type": "accelerated"})
+        raise ConfigError(
+            f"training_type basic runs one process, not num_processes={run.num_processes}",
+            "use --training_type accelerated",
+            cure={"training_type": "accelerated"},
+        )
     if data.streaming and not run.max_steps:
-        raise ConfigError("streaming reads files as they are needed, so nobody knows how many steps an epoch has",
-                          "say how many to make: --max_steps")
+        raise ConfigError(
+            "streaming reads files as they are needed, so nobody knows how many steps an epoch has",
+            "say how many to make: --max_steps",
+        )
     schedules.arguments(config.optim.lr_scheduler, config.optim.lr_scheduler_kwargs)
     if run.training_type == "pipeline":
         config = _check_pipeline(config)
@@ -190,23 +205,32 @@ def _check_together(config: Config) -> Config:
     if run.device == "cpu" and run.mixed_precision == "fp16":
         raise ConfigError("mixed_precision fp16 has no use on a CPU", "use bf16 or no, or --device cuda")
     if run.cpu_kernels == "fast" and config.model.torch_compile:
-        raise ConfigError("cpu_kernels fast is not for torch_compile, which makes kernels of its own",
-                          "leave one of the two out")
+        raise ConfigError(
+            "cpu_kernels fast is not for torch_compile, which makes kernels of its own", "leave one of the two out"
+        )
     check_profile(config.monitor, run, config.model)
     if run.global_batch_size and (run.gradient_accumulation_steps > 1 or run.training_type == "pipeline"):
-        raise ConfigError("global_batch_size decides gradient_accumulation_steps, and is not for pipelines",
-                          "give one of the two, or batch_size as rows per pipeline")
+        raise ConfigError(
+            "global_batch_size decides gradient_accumulation_steps, and is not for pipelines",
+            "give one of the two, or batch_size as rows per pipeline",
+        )
     if run.global_batch_size and (run.split_batches or run.loss_weighting == "micro_batch"):
-        raise ConfigError("global_batch_size is for any number of processes, and split_batches and loss_weighting "
-                          "micro_batch make the step depend on it", "leave them out")
+        raise ConfigError(
+            "global_batch_size is for any number of processes, and split_batches and loss_weighting "
+            "micro_batch make the step depend on it",
+            "leave them out",
+        )
     if run.best_metric in ("accuracy", "macro_f1") and data.task != "classification":
-        raise ConfigError(f"best_metric {run.best_metric} needs classes, and the task is {data.task}",
-                          "use loss or perplexity")
+        raise ConfigError(
+            f"best_metric {run.best_metric} needs classes, and the task is {data.task}", "use loss or perplexity"
+        )
     if run.best_metric == "perplexity" and data.task == "classification":
         raise ConfigError("best_metric perplexity needs a language-modelling task", "use loss, accuracy or macro_f1")
     if run.early_stopping_patience and run.eval_steps == 0:
-        raise ConfigError("early_stopping_patience needs evaluations during training, and eval_steps is 0",
-                          "set eval_steps, or leave it out for one each epoch")
+        raise ConfigError(
+            "early_stopping_patience needs evaluations during training, and eval_steps is 0",
+            "set eval_steps, or leave it out for one each epoch",
+        )
     if out.resume_from_checkpoint and out.overwrite_output_dir:
         raise ConfigError("resume_from_checkpoint and overwrite_output_dir exclude each other", "keep one of them")
     if out.push_to_hub:
@@ -221,8 +245,11 @@ def _check_all_is_read(config: Config) -> None:
     leaves = flatten(config) | {"engine": config.parallel.chosen_engine}
     if unread := first_unread(leaves, {o.name: o.default for o in options()}):
         name, reader = unread
-        raise ConfigError(f"{name} {leaves[name]} would not be read: it is for {reader.only}", reader.instead,
-                          cure=reader.cure if reader.cure is not None else {name: None})
+        raise ConfigError(
+            f"{name} {leaves[name]} would not be read: it is for {reader.only}",
+            reader.instead,
+            cure=reader.cure if reader.cure is not None else {name: None},
+        )
 
 
 def _check_tracking(config: Config) -> None:
@@ -231,16 +258,21 @@ def _check_tracking(config: Config) -> None:
     for name in tracking.trackers:
         if name not in TRACKERS:
             raise ConfigError(f"unknown tracker `{name}`", nearest(name, (*TRACKERS, "none")))
-        named = {"project": tracking.project, "run_name": tracking.run_name or config.output_dir.name,
-                 "run_group": tracking.run_group}
+        named = {
+            "project": tracking.project,
+            "run_name": tracking.run_name or config.output_dir.name,
+            "run_group": tracking.run_group,
+        }
         for field_, given in named.items():
             if given is not None:
                 service_names.check(name, field_, given)
     strategy, engine = config.parallel.strategy, config.parallel.chosen_engine
     flat = engine in ("deepspeed", "scratch") or config.run.training_type == "pipeline"
     if tracking.watch in ("gradients", "all") and strategy != "ddp" and flat:
-        raise ConfigError(f"watch {tracking.watch}: the gradients of {strategy} are in flat buffers of the engine "
-                          f"{engine}", "use --watch parameters")
+        raise ConfigError(
+            f"watch {tracking.watch}: the gradients of {strategy} are in flat buffers of the engine {engine}",
+            "use --watch parameters",
+        )
     if tracking.log_predictions and config.data.task != "classification":
         raise ConfigError(f"log_predictions needs classes, and the task is {config.data.task}", "leave it out")
 
@@ -253,22 +285,32 @@ def _check_parallel(config: Config) -> None:
     if engine not in known:
         raise ConfigError(f"engine {engine} has no {strategy}", f"for {strategy} use {', '.join(known)}")
     if run.training_type == "basic" and shards:
-        raise ConfigError(f"training_type basic runs one process, and {strategy} shares state among several",
-                          "use --training_type accelerated")
+        raise ConfigError(
+            f"training_type basic runs one process, and {strategy} shares state among several",
+            "use --training_type accelerated",
+        )
     if shards and config.optim.optimizer in ("adafactor", "muon"):
         whole = {"adafactor": "rows and columns", "muon": "matrices"}[config.optim.optimizer]
-        raise ConfigError(f"{strategy} cannot shard {config.optim.optimizer}: its update of an element needs whole "
-                          f"{whole}", "use --optimizer adamw or sgd, or --strategy ddp")
+        raise ConfigError(
+            f"{strategy} cannot shard {config.optim.optimizer}: its update of an element needs whole {whole}",
+            "use --optimizer adamw or sgd, or --strategy ddp",
+        )
     if parallel.offload != "none" and engine not in ("deepspeed", "accelerate") and strategy != "fsdp":
-        raise ConfigError(f"offload {parallel.offload} is not in engine {engine} with {strategy}",
-                          "use --engine deepspeed, or --strategy fsdp --engine torch")
+        raise ConfigError(
+            f"offload {parallel.offload} is not in engine {engine} with {strategy}",
+            "use --engine deepspeed, or --strategy fsdp --engine torch",
+        )
     if parallel.offload != "none" and engine == "deepspeed" and config.optim.optimizer != "adamw":
         # Accelerate would put DeepSpeed's Adam in its place (accelerate.utils.map_pytorch_optim_to_deepspeed).
-        raise ConfigError(f"DeepSpeed steps on the host by AdamW alone, and the optimizer is {config.optim.optimizer}",
-                          "use --optimizer adamw, or --strategy fsdp --engine torch")
+        raise ConfigError(
+            f"DeepSpeed steps on the host by AdamW alone, and the optimizer is {config.optim.optimizer}",
+            "use --optimizer adamw, or --strategy fsdp --engine torch",
+        )
     if parallel.offload == "parameters" and strategy in ("zero1", "zero2"):
-        raise ConfigError(f"{strategy} keeps whole parameters, so they cannot be offloaded",
-                          "use --offload optimizer, or --strategy zero3")
+        raise ConfigError(
+            f"{strategy} keeps whole parameters, so they cannot be offloaded",
+            "use --offload optimizer, or --strategy zero3",
+        )
     if parallel.shard_group_size and (strategy, engine) != ("fsdp", "torch"):
         raise ConfigError("shard_group_size is for --strategy fsdp --engine torch", "leave it out")
     if config.output.async_save and not shards:
@@ -281,40 +323,58 @@ def _check_tensor(config: Config) -> Config:
     ranks, strategy = parallel.tensor_parallel_size, parallel.strategy
     if ranks == 1:
         if parallel.sequence_parallel:
-            raise ConfigError("sequence_parallel shares tokens among the ranks that share layers, and there are none",
-                              "give --tensor_parallel_size too")
+            raise ConfigError(
+                "sequence_parallel shares tokens among the ranks that share layers, and there are none",
+                "give --tensor_parallel_size too",
+            )
         return config
     engine = parallel.engine or "scratch"
     if run.training_type == "basic":
-        raise ConfigError(f"training_type basic runs one process, and {ranks} are to share each layer",
-                          "use --training_type accelerated or pipeline")
+        raise ConfigError(
+            f"training_type basic runs one process, and {ranks} are to share each layer",
+            "use --training_type accelerated or pipeline",
+        )
     if run.num_processes and run.num_processes % ranks:
-        raise ConfigError(f"num_processes {run.num_processes} is no multiple of tensor_parallel_size {ranks}",
-                          "choose sizes that divide")
-    if engine in ("deepspeed", "accelerate") or (engine, strategy, run.training_type) == ("torch", "ddp",
-                                                                                          "accelerated"):
+        raise ConfigError(
+            f"num_processes {run.num_processes} is no multiple of tensor_parallel_size {ranks}",
+            "choose sizes that divide",
+        )
+    if engine in ("deepspeed", "accelerate") or (engine, strategy, run.training_type) == (
+        "torch",
+        "ddp",
+        "accelerated",
+    ):
         raise ConfigError(f"engine {engine} has no {strategy} beside tensor_parallel_size", "use --engine scratch")
     if engine == "torch" and parallel.sequence_parallel and run.training_type != "pipeline":
-        raise ConfigError("engine torch has parameters of its own, and sequence_parallel sums gradients at the model's",
-                          "use --engine scratch")
+        raise ConfigError(
+            "engine torch has parameters of its own, and sequence_parallel sums gradients at the model's",
+            "use --engine scratch",
+        )
     if parallel.offload != "none" or parallel.shard_group_size:
         raise ConfigError("offload and shard_group_size are not for tensor_parallel_size", "leave them out")
     if config.model.torch_compile:
         raise ConfigError("torch_compile does not know the exchanges of tensor_parallel_size", "leave it out")
     if config.optim.optimizer in ("adafactor", "muon"):
-        raise ConfigError(f"{config.optim.optimizer} needs whole rows and columns, which tensor_parallel_size divides",
-                          "use --optimizer adamw or sgd")
+        raise ConfigError(
+            f"{config.optim.optimizer} needs whole rows and columns, which tensor_parallel_size divides",
+            "use --optimizer adamw or sgd",
+        )
     if run.mixed_precision == "fp16":
-        raise ConfigError("fp16 needs a scaler that knows the ranks of tensor_parallel_size",
-                          "use --mixed_precision bf16 or no")
+        raise ConfigError(
+            "fp16 needs a scaler that knows the ranks of tensor_parallel_size", "use --mixed_precision bf16 or no"
+        )
     if config.tracking.watch in ("gradients", "all"):
-        raise ConfigError(f"watch {config.tracking.watch}: tensor_parallel_size leaves a rank pieces of gradients",
-                          "use --watch parameters")
+        raise ConfigError(
+            f"watch {config.tracking.watch}: tensor_parallel_size leaves a rank pieces of gradients",
+            "use --watch parameters",
+        )
     if parallel.sequence_parallel:
         multiple = math.lcm(ranks, data.pad_to_multiple_of or 1)
         if data.has_one_length and data.max_length % ranks:
-            raise ConfigError(f"max_length {data.max_length} is no multiple of tensor_parallel_size {ranks}",
-                              "sequence_parallel needs lengths that divide")
+            raise ConfigError(
+                f"max_length {data.max_length} is no multiple of tensor_parallel_size {ranks}",
+                "sequence_parallel needs lengths that divide",
+            )
         data = dataclasses.replace(data, pad_to_multiple_of=multiple)
     return dataclasses.replace(config, data=data, parallel=dataclasses.replace(parallel, engine=engine))
 
@@ -323,8 +383,10 @@ def _check_pipeline(config: Config) -> Config:
     """Rules of pipelines; the config with the engine filled in."""
     parallel, pipeline, run = config.parallel, config.pipeline, config.run
     if parallel.strategy not in ("ddp", "zero1"):
-        raise ConfigError(f"{parallel.strategy} moves gradients or parameters in every micro-batch of a pipeline",
-                          "use --strategy ddp or zero1 among the pipelines, or --training_type accelerated")
+        raise ConfigError(
+            f"{parallel.strategy} moves gradients or parameters in every micro-batch of a pipeline",
+            "use --strategy ddp or zero1 among the pipelines, or --training_type accelerated",
+        )
     if parallel.engine not in (None, "scratch", "torch"):
         raise ConfigError(f"engine {parallel.engine} has no pipelines here", "use --engine scratch or torch")
     if parallel.offload != "none" or parallel.shard_group_size:
@@ -332,11 +394,15 @@ def _check_pipeline(config: Config) -> Config:
     if config.model.torch_compile:
         raise ConfigError("torch_compile makes one backward of a stage, which schedules take apart", "leave it out")
     if config.optim.optimizer == "adafactor":
-        raise ConfigError("pipelines cannot store adafactor's state, which is not of its parameters' shape",
-                          "use --optimizer adamw or sgd")
+        raise ConfigError(
+            "pipelines cannot store adafactor's state, which is not of its parameters' shape",
+            "use --optimizer adamw or sgd",
+        )
     if config.optim.optimizer == "muon":
-        raise ConfigError("muon looks for the blocks of a whole model, and a pipeline's stage has some of them",
-                          "use --optimizer adamw or sgd")
+        raise ConfigError(
+            "muon looks for the blocks of a whole model, and a pipeline's stage has some of them",
+            "use --optimizer adamw or sgd",
+        )
     if run.mixed_precision == "fp16":
         raise ConfigError("fp16 needs a scaler that knows all stages", "use --mixed_precision bf16 or no")
     if run.split_batches:
@@ -344,9 +410,14 @@ def _check_pipeline(config: Config) -> Config:
     sizes = pipeline.data_parallel_size, pipeline.pipeline_parallel_size, parallel.tensor_parallel_size
     if all(sizes) and run.num_processes and math.prod(map(int, filter(None, sizes))) != run.num_processes:
         shared = f" × tensor_parallel_size {sizes[2]}" if sizes[2] > 1 else ""
-        raise ConfigError(f"data_parallel_size {sizes[0]} × pipeline_parallel_size {sizes[1]}{shared} is not "
-                          f"num_processes {run.num_processes}", "leave one of the sizes out")
+        raise ConfigError(
+            f"data_parallel_size {sizes[0]} × pipeline_parallel_size {sizes[1]}{shared} is not "
+            f"num_processes {run.num_processes}",
+            "leave one of the sizes out",
+        )
     if pipeline.pipeline_chunks and pipeline.pipeline_chunks > run.batch_size:
-        raise ConfigError(f"batch_size {run.batch_size} cannot be cut into {pipeline.pipeline_chunks} pipeline_chunks",
-                          "raise batch_size, or lower pipeline_chunks")
+        raise ConfigError(
+            f"batch_size {run.batch_size} cannot be cut into {pipeline.pipeline_chunks} pipeline_chunks",
+            "raise batch_size, or lower pipeline_chunks",
+        )
     return dataclasses.replace(config, parallel=dataclasses.replace(parallel, engine=parallel.engine or "scratch"))

@@ -47,8 +47,7 @@ ALIASES = {
 }
 
 # Options of the Hugging Face Trainer whose values mean something else here.
-TRANSLATED = ("bf16", "fp16", "eval_strategy", "evaluation_strategy", "save_strategy",
-              *config_trainer_names.NAMES)
+TRANSLATED = ("bf16", "fp16", "eval_strategy", "evaluation_strategy", "save_strategy", *config_trainer_names.NAMES)
 
 
 class _UsualSteps:
@@ -90,8 +89,11 @@ def translate(raw: Mapping[str, Any]) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     named = {name.replace("-", "_"): value for name, value in raw.items()}
     config_trainer_names.check_warmup(named)
-    precisions = [f"{name} {value}" for name, value in raw.items() if name.replace("-", "_") in ("bf16", "fp16")
-                  and str(value).lower() == "true"]
+    precisions = [
+        f"{name} {value}"
+        for name, value in raw.items()
+        if name.replace("-", "_") in ("bf16", "fp16") and str(value).lower() == "true"
+    ]
     given = next((str(value) for name, value in raw.items() if name.replace("-", "_") == "mixed_precision"), "auto")
     if precisions and given not in ("auto", precisions[0].partition(" ")[0]):
         precisions.append(f"mixed_precision {given}")
@@ -205,8 +207,10 @@ def _known_key(shown: str, key: str, known: Iterable[str], path: Path) -> None:
     if ALIASES.get(name, name) not in {o.name for o in options()} and name not in TRANSLATED:
         raise ConfigError(f"{path}: unknown key `{shown}`", nearest(key, [*names, *ALIASES]))
     if "." in shown and ALIASES.get(name, name) not in names and name not in TRANSLATED:
-        raise ConfigError(f"{path}: `{key}` is not in section `{shown.split('.')[0]}`",
-                          f"put it under `{option(canonical(key)).section}` or at the top")
+        raise ConfigError(
+            f"{path}: `{key}` is not in section `{shown.split('.')[0]}`",
+            f"put it under `{option(canonical(key)).section}` or at the top",
+        )
 
 
 def load(paths: Iterable[str | Path] = (), overrides: Mapping[str, Any] | None = None) -> Config:
@@ -218,8 +222,10 @@ def load(paths: Iterable[str | Path] = (), overrides: Mapping[str, Any] | None =
     return build(*given(paths, overrides))
 
 
-def given(paths: Iterable[str | Path] = (), overrides: Mapping[str, Any] | None = None,
-          ) -> tuple[dict[str, Any], dict[str, str]]:
+def given(
+    paths: Iterable[str | Path] = (),
+    overrides: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, Any], dict[str, str]]:
     """The leaves that files and overrides give, as they are written, and which file or option gives each.
 
     Raises:
@@ -234,8 +240,9 @@ def given(paths: Iterable[str | Path] = (), overrides: Mapping[str, Any] | None 
     last = translate(overrides or {})
     _lay_over(leaves, last)
     where |= {name: f"option --{name}" for name in last}
-    return {name: value.among(leaves) if isinstance(value, _UsualSteps) else value
-            for name, value in leaves.items()}, where
+    return {
+        name: value.among(leaves) if isinstance(value, _UsualSteps) else value for name, value in leaves.items()
+    }, where
 
 
 def _lay_over(leaves: dict[str, Any], later: Mapping[str, Any]) -> None:

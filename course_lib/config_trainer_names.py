@@ -12,8 +12,20 @@ from course_lib.errors import ConfigError
 
 TRUE, FALSE = ("true", "yes", "1"), ("false", "no", "0", "none", "null", "")
 
-ABSENT_TASKS = ("regression", "multi_label", "multi_label_classification", "multilabel", "token_classification", "ner",
-                "question_answering", "summarization", "translation", "seq2seq", "seq2seq_lm", "image_classification")
+ABSENT_TASKS = (
+    "regression",
+    "multi_label",
+    "multi_label_classification",
+    "multilabel",
+    "token_classification",
+    "ner",
+    "question_answering",
+    "summarization",
+    "translation",
+    "seq2seq",
+    "seq2seq_lm",
+    "image_classification",
+)
 """Tasks that people ask for and that are not here."""
 
 
@@ -31,11 +43,15 @@ def is_true(name: str, value: Any) -> bool:
 
 def _optimizer(value: Any) -> dict[str, Any]:
     known: dict[str, dict[str, Any]] = {
-        "adamw_torch": {"optimizer": "adamw"}, "adamw_torch_fused": {"optimizer": "adamw"},
-        "sgd": {"optimizer": "sgd", "momentum": 0.0}}
+        "adamw_torch": {"optimizer": "adamw"},
+        "adamw_torch_fused": {"optimizer": "adamw"},
+        "sgd": {"optimizer": "sgd", "momentum": 0.0},
+    }
     if str(value) not in known:
-        raise ConfigError(f"optim {value} is not here",
-                          f"use {', '.join(known)}, or --optimizer adafactor, which is torch's, not Transformers'")
+        raise ConfigError(
+            f"optim {value} is not here",
+            f"use {', '.join(known)}, or --optimizer adafactor, which is torch's, not Transformers'",
+        )
     return known[str(value)]
 
 
@@ -79,8 +95,10 @@ TRANSLATIONS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "logging_strategy": ("`logging_steps`: none is each epoch, 0 only at the end", _logging),
     "train_sampling_strategy": ("`group_by_length`", _sampling),
     "fsdp": ("`strategy fsdp`: true or full_shard", _fsdp),
-    "disable_tqdm": ("`progress_bar`, turned round",
-                     lambda value: {"progress_bar": not is_true("disable_tqdm", value)}),
+    "disable_tqdm": (
+        "`progress_bar`, turned round",
+        lambda value: {"progress_bar": not is_true("disable_tqdm", value)},
+    ),
     "use_cpu": ("`device cpu`", lambda value: {"device": "cpu"} if is_true("use_cpu", value) else {}),
     "lr_scheduler_kwargs": ("the same, a mapping or a JSON object", _schedule_arguments),
 }
@@ -139,7 +157,7 @@ ABSENT: dict[str, str] = {
     "hub_revision": "the main branch is pushed to",
     "accelerator_config": "use --split_batches, --seed, and what else `course train --help` has",
     "parallelism_config": "use --tensor_parallel_size, --context_parallel_size, --shard_group_size or "
-                          "--pipeline_parallel_size",
+    "--pipeline_parallel_size",
     "dataloader_prefetch_factor": "each worker holds two batches ready",
     "dataloader_multiprocessing_context": "workers are started as torch starts them on this system",
     "label_names": "name the column with --label_column",
@@ -207,8 +225,9 @@ def own_value(field: str, value: Any, raw: Mapping[str, Any]) -> Any:
             raise ConfigError("push_to_hub true names no repository", "use --push_to_hub NAME or OWNER/NAME")
         return raw["hub_model_id"] if text == "true" else None
     if field == "task" and text.replace("-", "_") in ABSENT_TASKS:
-        raise ConfigError(f"task {value} is not here", "there are classification (one class per text), causal_lm and "
-                          "masked_lm")
+        raise ConfigError(
+            f"task {value} is not here", "there are classification (one class per text), causal_lm and masked_lm"
+        )
     return value
 
 
@@ -216,5 +235,6 @@ def check_warmup(raw: Mapping[str, Any]) -> None:
     """Refuse a warm-up that the Hugging Face Trainer's `constant` would ignore."""
     warms = any(str(raw.get(name, 0)) not in ("0", "0.0") for name in ("warmup_steps", "warmup_ratio"))
     if str(raw.get("lr_scheduler_type")) == "constant" and warms:
-        raise ConfigError("lr_scheduler_type constant has no warm-up there", "use constant_with_warmup, or leave "
-                          "warmup_steps out")
+        raise ConfigError(
+            "lr_scheduler_type constant has no warm-up there", "use constant_with_warmup, or leave warmup_steps out"
+        )

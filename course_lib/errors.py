@@ -42,8 +42,14 @@ class CourseError(Exception):
 
     exit_code = EXIT_FAILED
 
-    def __init__(self, what: str, instead: str = "", *, cure: Mapping[str, str | None] | None = None,
-                 spelt: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        what: str,
+        instead: str = "",
+        *,
+        cure: Mapping[str, str | None] | None = None,
+        spelt: Mapping[str, str] | None = None,
+    ):
         self.what, self.instead = one_line(what), one_line(instead)
         self.cure, self.spelt = dict(cure or {}), dict(spelt or {})
         super().__init__(f"{self.what}: {self.instead}" if self.instead else self.what)

@@ -44,11 +44,13 @@ class LearnerFile:
         except UnicodeDecodeError:
             raise DataError(f"{self.path} is damaged: it is not UTF-8", "mend it, or move it away") from None
         except json.JSONDecodeError as error:
-            raise DataError(f"{self.path} is damaged: {error.msg} in line {error.lineno}",
-                            "mend it, or move it away") from None
+            raise DataError(
+                f"{self.path} is damaged: {error.msg} in line {error.lineno}", "mend it, or move it away"
+            ) from None
         if not _is_nested(content, self.depth):
-            raise DataError(f"{self.path} is damaged: it is JSON, but not what this course writes",
-                            "mend it, or move it away")
+            raise DataError(
+                f"{self.path} is damaged: it is JSON, but not what this course writes", "mend it, or move it away"
+            )
         return content
 
     def change(self, edit: Callable[[dict[str, Any]], None]) -> str:
@@ -76,8 +78,11 @@ class LearnerFile:
         except DataError as error:
             if "damaged" not in error.what:
                 raise
-            kept = next(path for number in range(1, 1000)
-                        if not (path := self.path.with_name(f"{self.path.stem}.damaged-{number}.json")).exists())
+            kept = next(
+                path
+                for number in range(1, 1000)
+                if not (path := self.path.with_name(f"{self.path.stem}.damaged-{number}.json")).exists()
+            )
             os.replace(self.path, kept)
             return f"{error.what}; it was kept as {kept.name}, and a new file begins"
         return ""

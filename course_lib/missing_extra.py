@@ -7,9 +7,25 @@ from course_lib.errors import EXIT_USAGE, CourseError
 
 COURSE = "distributed-transformers-course"
 BROUGHT_BY = {
-    "train": ("transformers", "datasets", "accelerate", "peft", "evaluate", "deepspeed", "sklearn", "pandas",
-              "pyarrow", "tokenizers", "safetensors", "huggingface_hub", "charset_normalizer", "pydantic", "tqdm",
-              "psutil", "ninja"),
+    "train": (
+        "transformers",
+        "datasets",
+        "accelerate",
+        "peft",
+        "evaluate",
+        "deepspeed",
+        "sklearn",
+        "pandas",
+        "pyarrow",
+        "tokenizers",
+        "safetensors",
+        "huggingface_hub",
+        "charset_normalizer",
+        "pydantic",
+        "tqdm",
+        "psutil",
+        "ninja",
+    ),
     "notebooks": ("matplotlib", "ipywidgets", "IPython", "nbformat", "nbconvert", "papermill", "jupyterlab"),
     "tracking": ("wandb", "trackio", "tensorboard"),
     "sagemaker": ("sagemaker", "boto3", "botocore", "moto"),
@@ -74,8 +90,9 @@ def require(package: str, oldest: str, what: str) -> None:
 
     installed = metadata.version(package)
     if [int(part) for part in re.findall(r"\d+", installed)[:2]] < [int(part) for part in oldest.split(".")]:
-        raise ExtraError(f"{what} needs {package} {oldest}, and {installed} is installed",
-                         f"pip install '{package}>={oldest}'")
+        raise ExtraError(
+            f"{what} needs {package} {oldest}, and {installed} is installed", f"pip install '{package}>={oldest}'"
+        )
 
 
 def require_torch(extra: str = "") -> None:
@@ -89,5 +106,7 @@ def require_torch(extra: str = "") -> None:
     found, oldest = torch_version(), TORCH[extra]
     if found < oldest:
         what = f"the extra `{extra}` needs" if extra else "the course needs"
-        raise ExtraError(f"torch {found[0]}.{found[1]} is installed, and {what} {oldest[0]}.{oldest[1]} or newer, "
-                         "below 2.14", _how_to_install(extra))
+        raise ExtraError(
+            f"torch {found[0]}.{found[1]} is installed, and {what} {oldest[0]}.{oldest[1]} or newer, below 2.14",
+            _how_to_install(extra),
+        )

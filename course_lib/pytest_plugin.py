@@ -52,8 +52,14 @@ def audit() -> Callable[..., "Audited"]:
     from course_lib import audit as auditing
     from course_lib.audit import report
 
-    def check(make: Any, layouts: "Iterable[Layout] | None" = None, *, ranks: int = 4, axes: str = "dp",
-              timeout: float = 120.0) -> "Audited":
+    def check(
+        make: Any,
+        layouts: "Iterable[Layout] | None" = None,
+        *,
+        ranks: int = 4,
+        axes: str = "dp",
+        timeout: float = 120.0,
+    ) -> "Audited":
         chosen = auditing.layouts(ranks, axes.split(",")) if layouts is None else layouts
         audited = auditing.audit(make, chosen, timeout=timeout)
         if not audited.clean:

@@ -57,8 +57,10 @@ def clear_caches(propagator: Any, redistributing: ModuleType) -> None:
     shardings = propagator.propagate_op_sharding
     getattr(shardings, "cache", shardings).cache_clear()
     redistributing._gen_transform_infos.cache_clear()
-    for owner, name in ((torch._C, "_clear_DTensor_sharding_propagator_cache"),
-                        (redistributing, "clear_redistribute_planner_cache")):
+    for owner, name in (
+        (torch._C, "_clear_DTensor_sharding_propagator_cache"),
+        (redistributing, "clear_redistribute_planner_cache"),
+    ):
         getattr(owner, name, int)()
 
 

@@ -84,6 +84,9 @@ class JsonLines:
     def cut(self, step: int) -> None:
         """Drop what belongs to later steps, or is half there, before a run goes on from this one."""
         if self.path.exists():
-            kept = [line for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-                    if line.endswith("\n") and (json.loads(line).get("step") or 0) <= step]
+            kept = [
+                line
+                for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+                if line.endswith("\n") and (json.loads(line).get("step") or 0) <= step
+            ]
             write_text(self.path, "".join(kept))

@@ -33,13 +33,50 @@ TOLERANCE = 1e-5
 
 ARCHITECTURES: Mapping[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     # encoders
-    **{kind: (kind, {}, ("classification", "masked_lm")) for kind in (
-        "bert", "roberta", "xlm-roberta", "camembert", "distilbert", "albert", "electra", "deberta-v2", "modernbert",
-        "mpnet", "squeezebert", "roformer", "funnel")},
+    **{
+        kind: (kind, {}, ("classification", "masked_lm"))
+        for kind in (
+            "bert",
+            "roberta",
+            "xlm-roberta",
+            "camembert",
+            "distilbert",
+            "albert",
+            "electra",
+            "deberta-v2",
+            "modernbert",
+            "mpnet",
+            "squeezebert",
+            "roformer",
+            "funnel",
+        )
+    },
     # decoders
-    **{kind: (kind, {}, ("classification", "causal_lm")) for kind in (
-        "xlnet", "gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "llama", "mistral", "qwen2", "qwen3",
-        "gemma", "gemma2", "gemma3_text", "phi", "phi3", "stablelm", "olmo2", "smollm3")},
+    **{
+        kind: (kind, {}, ("classification", "causal_lm"))
+        for kind in (
+            "xlnet",
+            "gpt2",
+            "gpt_neo",
+            "gpt_neox",
+            "gptj",
+            "opt",
+            "bloom",
+            "falcon",
+            "llama",
+            "mistral",
+            "qwen2",
+            "qwen3",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "phi",
+            "phi3",
+            "stablelm",
+            "olmo2",
+            "smollm3",
+        )
+    },
     "llama untied": ("llama", {"tie_word_embeddings": False, "attention_bias": True}, ("classification", "causal_lm")),
     **{kind: (kind, {}, ("causal_lm",)) for kind in ("cohere", "granite")},
     # mixtures of experts, state spaces
@@ -52,13 +89,15 @@ ARCHITECTURES: Mapping[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 """By name: the model type, fields of its config besides the small ones, and its tasks."""
 
 WAYS: Mapping[str, dict[str, Any]] = {
-    "ddp torch": {}, "ddp scratch": {"engine": "scratch"},
+    "ddp torch": {},
+    "ddp scratch": {"engine": "scratch"},
     "zero1 torch": {"strategy": "zero1", "engine": "torch"},
     "zero2 scratch": {"strategy": "zero2", "engine": "scratch"},
     "zero3 scratch": {"strategy": "zero3", "engine": "scratch"},
     "zero3 torch": {"strategy": "zero3", "engine": "torch"},
     "zero3 deepspeed": {"strategy": "zero3", "engine": "deepspeed"},
-    "fsdp torch": {"strategy": "fsdp"}, "fsdp scratch": {"strategy": "fsdp", "engine": "scratch"},
+    "fsdp torch": {"strategy": "fsdp"},
+    "fsdp scratch": {"strategy": "fsdp", "engine": "scratch"},
     "fsdp recomputed": {"strategy": "fsdp", "engine": "scratch", "activation_checkpointing": True},
     "tensor": {"tensor_parallel_size": 2, "batch_size": ROWS},
     "pipeline": {"training_type": "pipeline", "schedule": "1f1b", "pipeline_chunks": 2, "batch_size": ROWS},
@@ -111,19 +150,48 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))  # type: ignore[arg-type]
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
     made.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
-        single="$A [EOS]", special_tokens=[("[EOS]", 2)])
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", bos_token="[BOS]", eos_token="[EOS]",
-                                   mask_token="[MASK]", unk_token="[UNK]", cls_token="[BOS]", sep_token="[EOS]")
+        single="$A [EOS]", special_tokens=[("[EOS]", 2)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token="[PAD]",
+        bos_token="[BOS]",
+        eos_token="[EOS]",
+        mask_token="[MASK]",
+        unk_token="[UNK]",
+        cls_token="[BOS]",
+        sep_token="[EOS]",
+    )
 
 
 def config_of(folder: Path, task: str, **options: Any) -> Config:
     """A run over the same global batches, whatever the way; Adam's epsilon keeps rounding from becoming a step."""
-    return build({
-        "dataset": "tweets", "task": task, "max_length": LENGTH, "max_train_samples": 48, "max_eval_samples": 8,
-        "learning_rate": 1e-3, "adam_epsilon": 1e-3, "weight_decay": 0.1, "batch_size": ROWS // 2,
-        "max_steps": STEPS, "logging_steps": 1, "save_steps": 0, "eval_steps": 0, "keep_best": False,
-        "progress_bar": False, "device": "cpu", "mixed_precision": "no", "cpu_kernels": "torch", "watchdog": 0.0,
-        "overwrite_output_dir": True, "output_dir": str(folder)} | options)
+    return build(
+        {
+            "dataset": "tweets",
+            "task": task,
+            "max_length": LENGTH,
+            "max_train_samples": 48,
+            "max_eval_samples": 8,
+            "learning_rate": 1e-3,
+            "adam_epsilon": 1e-3,
+            "weight_decay": 0.1,
+            "batch_size": ROWS // 2,
+            "max_steps": STEPS,
+            "logging_steps": 1,
+            "save_steps": 0,
+            "eval_steps": 0,
+            "keep_best": False,
+            "progress_bar": False,
+            "device": "cpu",
+            "mixed_precision": "no",
+            "cpu_kernels": "torch",
+            "watchdog": 0.0,
+            "overwrite_output_dir": True,
+            "output_dir": str(folder),
+        }
+        | options
+    )
 
 
 @functools.lru_cache(maxsize=3)
@@ -139,8 +207,9 @@ def _model(name: str, task: str) -> nn.Module:
     then, and not in a new model."""
     kind, fields, _ = ARCHITECTURES[name]
     labels = _data(task)[0].label_names
-    model = tiny_architectures.build(CONFIG_MAPPING[kind], task, **fields,
-                                     **({"num_labels": len(labels)} if labels else {}))
+    model = tiny_architectures.build(
+        CONFIG_MAPPING[kind], task, **fields, **({"num_labels": len(labels)} if labels else {})
+    )
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         model = HEADS[task][0].from_pretrained(folder, dtype=torch.float32)
@@ -182,15 +251,18 @@ def _on_ranks(folder: Path, name: str, task: str, ways: list[str], wanted: tuple
             found[way] = Outcome(line=str(error))
             continue
         if weights:
-            found[way] = Outcome(max(abs(a - b) for a, b in zip(losses, wanted[0], strict=True)),
-                                 max((weights[key] - wanted[1][key]).abs().max().item() for key in wanted[1]))
+            found[way] = Outcome(
+                max(abs(a - b) for a, b in zip(losses, wanted[0], strict=True)),
+                max((weights[key] - wanted[1][key]).abs().max().item() for key in wanted[1]),
+            )
         gc.collect()
     return found
 
 
 @tiny_architectures.errors_only()
-def outcomes(folder: Path, name: str, task: str, ways: Iterable[str] = tuple(WAYS),
-             timeout: float = 120.0) -> dict[str, Outcome]:
+def outcomes(
+    folder: Path, name: str, task: str, ways: Iterable[str] = tuple(WAYS), timeout: float = 120.0
+) -> dict[str, Outcome]:
     """Train one architecture for one task in some ways on two ranks, beside the plain loop on one process.
 
     Args:
@@ -213,13 +285,21 @@ def outcomes(folder: Path, name: str, task: str, ways: Iterable[str] = tuple(WAY
         if not chosen:
             continue
         try:
-            found |= launch(_on_ranks, folder, name, task, chosen, (losses, weights), num_processes=2,
-                            timeout=timeout, device="cpu", stream=False)[0]
+            found |= launch(
+                _on_ranks,
+                folder,
+                name,
+                task,
+                chosen,
+                (losses, weights),
+                num_processes=2,
+                timeout=timeout,
+                device="cpu",
+                stream=False,
+            )[0]
         except (RankError, RanksHung, CourseError) as error:
             if len(chosen) == 1:
                 found[chosen[0]] = Outcome(line=str(error).splitlines()[0], crashed=True)
             else:
                 waiting += [[way] for way in chosen]
     return {way: found[way] for way in ways}
-
-

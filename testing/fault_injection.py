@@ -41,10 +41,26 @@ FAULTS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGSTOP": signa
 PHASES = ("data", "forward", "backward", "optimizer", "saving", "evaluating")
 STEPS, SAVE_STEPS, EVAL_STEPS = 10, 2, 3
 PLAIN: dict[str, Any] = {
-    "model": "tiny-gpt2", "task": "causal_lm", "max_train_samples": 60, "max_eval_samples": 8, "max_length": 24,
-    "batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": STEPS, "learning_rate": 1e-3, "logging_steps": 1,
-    "save_steps": SAVE_STEPS, "eval_steps": EVAL_STEPS, "progress_bar": False, "baselines": False, "device": "cpu",
-    "mixed_precision": "no", "tracker": "none", "watchdog": 5, "resume_from_checkpoint": "auto"}
+    "model": "tiny-gpt2",
+    "task": "causal_lm",
+    "max_train_samples": 60,
+    "max_eval_samples": 8,
+    "max_length": 24,
+    "batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": STEPS,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_steps": SAVE_STEPS,
+    "eval_steps": EVAL_STEPS,
+    "progress_bar": False,
+    "baselines": False,
+    "device": "cpu",
+    "mixed_precision": "no",
+    "tracker": "none",
+    "watchdog": 5,
+    "resume_from_checkpoint": "auto",
+}
 LIMIT = 120.0  # seconds after which a run counts as hung
 
 
@@ -70,8 +86,7 @@ class FaultCase:
     def options(self, folder: Path) -> dict[str, Any]:
         """The run's options; every other run of a sharding trainer saves while it trains on."""
         background = self.seed % 2 == 1 and self.trainer not in ("basic", "ddp", "pipeline")
-        return PLAIN | TRAINERS[self.trainer] | {"output_dir": str(folder), "seed": self.seed,
-                                                 "async_save": background}
+        return PLAIN | TRAINERS[self.trainer] | {"output_dir": str(folder), "seed": self.seed, "async_save": background}
 
 
 @dataclass(frozen=True)
@@ -224,12 +239,20 @@ def train(options: dict[str, Any], callbacks: list[Callback]) -> None:
     runs.train(build(options), callbacks)
 
 
-def attempt(case: FaultCase, folder: Path, callbacks: list[Callback], timeout: float = LIMIT,
-            **options: Any) -> Exception | None:
+def attempt(
+    case: FaultCase, folder: Path, callbacks: list[Callback], timeout: float = LIMIT, **options: Any
+) -> Exception | None:
     """Run until the end or the fault; gives what the launcher raised."""
     try:
-        launch(train, case.options(folder) | options, callbacks, num_processes=case.ranks, timeout=timeout,
-               device="cpu", stream=False)
+        launch(
+            train,
+            case.options(folder) | options,
+            callbacks,
+            num_processes=case.ranks,
+            timeout=timeout,
+            device="cpu",
+            stream=False,
+        )
     except (RankError, RanksHung, CourseError) as error:
         return error
     return None
@@ -268,9 +291,16 @@ def broken(case: FaultCase, wanted: str) -> Result:
         saved = max([before.newest("saved"), *(int(folder.name[-6:]) for folder in whole(run))])
         second = attempt(case, run, [after])
         began = after.newest("began")
-        return Result(case, mark.exists(), type(first).__name__ if first else "finished",
-                      any(isinstance(error, RanksHung) for error in (first, second)), max(0, saved - began),
-                      max(0, before.newest("done") - began), second is None, not second and digest(run) == wanted)
+        return Result(
+            case,
+            mark.exists(),
+            type(first).__name__ if first else "finished",
+            any(isinstance(error, RanksHung) for error in (first, second)),
+            max(0, saved - began),
+            max(0, before.newest("done") - began),
+            second is None,
+            not second and digest(run) == wanted,
+        )
 
 
 def whole(run: Path) -> Iterator[Path]:
@@ -279,8 +309,13 @@ def whole(run: Path) -> Iterator[Path]:
         yield checkpoint.latest(run)
 
 
-def matrix(trainers: Iterable[str], faults: Iterable[str], phases: Iterable[str], seeds: Iterable[int],
-           done: Container[FaultCase] = ()) -> Iterator[Result]:
+def matrix(
+    trainers: Iterable[str],
+    faults: Iterable[str],
+    phases: Iterable[str],
+    seeds: Iterable[int],
+    done: Container[FaultCase] = (),
+) -> Iterator[Result]:
     """Every fault in every phase of every trainer's runs, one after the other, but for those that are ``done``."""
     for trainer, seed in itertools.product(trainers, seeds):
         cases = [FaultCase(trainer, fault, phase, seed) for fault, phase in itertools.product(faults, phases)]

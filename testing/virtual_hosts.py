@@ -59,8 +59,7 @@ class Host:
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen:
         """Start a command on the host; options are those of ``subprocess.Popen``."""
-        return subprocess.Popen(command, **{"env": self.environment} | options,
-                                preexec_fn=lambda: _join(self.keeper))
+        return subprocess.Popen(command, **{"env": self.environment} | options, preexec_fn=lambda: _join(self.keeper))
 
     def start(self, function: Callable[..., Any], *args: Any) -> BaseProcess:
         """Call ``function(*args)`` in a process on the host that is forked from here, or from a clean process."""
@@ -105,8 +104,10 @@ class Host:
         what = f"replace dev {INTERFACE} root netem delay {delay_ms}ms loss {100 * loss}%"
         done = _in(self.keeper, ["tc", "qdisc", *(what if delay_ms or loss else f"del dev {INTERFACE} root").split()])
         if done.returncode:
-            raise LaunchError(f"this kernel cannot delay or drop packets (tc netem: {done.stderr.strip()})",
-                              "load the module sch_netem, or use a kernel that has it")
+            raise LaunchError(
+                f"this kernel cannot delay or drop packets (tc netem: {done.stderr.strip()})",
+                "load the module sch_netem, or use a kernel that has it",
+            )
 
 
 @contextlib.contextmanager
@@ -123,8 +124,7 @@ def hosts(count: int) -> Iterator[tuple[Host, ...]]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="course-hosts-")))
         names = folder / "hosts"
-        names.write_text("127.0.0.1 localhost\n"
-                         + "".join(f"{NETWORK}.{i + 1} host{i}\n" for i in range(count)))
+        names.write_text("127.0.0.1 localhost\n" + "".join(f"{NETWORK}.{i + 1} host{i}\n" for i in range(count)))
         names.chmod(0o644)
         switch = stack.enter_context(_kept(functools.partial(new_network, as_root=True))).pid
         _ip(switch, "link add switch type bridge", "link set switch up")
@@ -132,16 +132,27 @@ def hosts(count: int) -> Iterator[tuple[Host, ...]]:
         for i in range(count):
             keeper = stack.enter_context(_kept(functools.partial(_new_host, switch, f"host{i}", names))).pid
             host = Host(f"host{i}", f"{NETWORK}.{i + 1}", f"port{i}", keeper, switch)
-            _ip(switch, f"link add {host.port} type veth peer name {INTERFACE} netns {keeper}",
-                f"link set {host.port} master switch up")
+            _ip(
+                switch,
+                f"link add {host.port} type veth peer name {INTERFACE} netns {keeper}",
+                f"link set {host.port} master switch up",
+            )
             _ip(keeper, "link set lo up", f"addr add {host.address}/24 dev {INTERFACE}", f"link set {INTERFACE} up")
             built.append(host)
             stack.callback(host.power_off)
         yield tuple(built)
 
 
-def torchrun(function: Callable[..., Any], *args: Any, nodes: tuple[int, int], ranks: int, endpoint: str,
-             is_head: bool, address: str = "127.0.0.1", max_restarts: int = 0) -> dict[int, Any]:
+def torchrun(
+    function: Callable[..., Any],
+    *args: Any,
+    nodes: tuple[int, int],
+    ranks: int,
+    endpoint: str,
+    is_head: bool,
+    address: str = "127.0.0.1",
+    max_restarts: int = 0,
+) -> dict[int, Any]:
     """What ``torchrun --nnodes MIN:MAX --nproc_per_node RANKS`` does, its ranks forked rather than started anew.
 
     Args:
@@ -159,14 +170,26 @@ def torchrun(function: Callable[..., Any], *args: Any, nodes: tuple[int, int], r
         LaunchError: ranks that are forked from this process could not train.
     """
     if reason := forks.why_not_fork("cpu"):
-        raise LaunchError(f"ranks that are forked from this process could not train ({reason})",
-                          "call torchrun() in a process that Host.start() made")
+        raise LaunchError(
+            f"ranks that are forked from this process could not train ({reason})",
+            "call torchrun() in a process that Host.start() made",
+        )
     # torchrun waits 30 s for latecomers, and 15 s until a silent machine counts as gone. Too short a time is dangerous:
     # a machine that is merely busy is left behind, goes on by itself, and writes into the same folder.
     meeting = {"last_call_timeout": 5, "keep_alive_interval": 1, "keep_alive_max_attempt": 6, "is_host": is_head}
-    config = LaunchConfig(*nodes, ranks, run_id="hosts", rdzv_backend="c10d", rdzv_endpoint=endpoint,
-                          rdzv_configs=meeting, max_restarts=max_restarts, monitor_interval=0.1, start_method="fork",
-                          local_addr=address, log_line_prefix_template="")
+    config = LaunchConfig(
+        *nodes,
+        ranks,
+        run_id="hosts",
+        rdzv_backend="c10d",
+        rdzv_endpoint=endpoint,
+        rdzv_configs=meeting,
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+        start_method="fork",
+        local_addr=address,
+        log_line_prefix_template="",
+    )
     # Shared, the ranks' store is announced in the first round alone (torch 2.13): who joins later waits until it fails.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # For its event log the rendezvous names its callers, and reads the source of each: seconds, where there are many.
@@ -200,8 +223,10 @@ def _kept(enter: Callable[[], None]) -> Iterator[subprocess.Popen]:
             keeper = subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True, preexec_fn=entering)
         except subprocess.SubprocessError:
             os.close(writer)
-            raise LaunchError(f"no host can be made here: {said.read().decode()}",
-                              "allow user namespaces, or run as root outside a container") from None
+            raise LaunchError(
+                f"no host can be made here: {said.read().decode()}",
+                "allow user namespaces, or run as root outside a container",
+            ) from None
         os.close(writer)
     with keeper:
         yield keeper
@@ -243,5 +268,7 @@ def _ip(keeper: int, *commands: str) -> None:
     for command in commands:
         done = _in(keeper, ["ip", *command.split()])
         if done.returncode:
-            raise LaunchError(f"no host can be made here (ip {command}: {done.stderr.strip()})",
-                              "allow user namespaces, or run as root outside a container")
+            raise LaunchError(
+                f"no host can be made here (ip {command}: {done.stderr.strip()})",
+                "allow user namespaces, or run as root outside a container",
+            )

@@ -17,8 +17,9 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
 CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
-needs_a_browser = pytest.mark.skipif(not (CHROMIUM and DRIVER) and not os.environ.get("BROWSER_TESTS"),
-                                     reason="no browser")
+needs_a_browser = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER) and not os.environ.get("BROWSER_TESTS"), reason="no browser"
+)
 WIDE, NARROW = (1280, 900), (360, 800)
 AXE = """const [rules, done] = arguments;
 axe.run(document, {resultTypes: ["violations"], ...(rules && {runOnly: rules})}).then(found => done(
@@ -33,8 +34,13 @@ def chromium(*arguments):
     assert CHROMIUM and DRIVER, "install chromium and chromium-driver"
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--force-prefers-reduced-motion",
-                     *arguments):
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--force-prefers-reduced-motion",
+        *arguments,
+    ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(DRIVER))
@@ -65,8 +71,10 @@ def served(folder):
 
 def resize(browser, size):
     """Give the page a width and a height, and let it answer to them."""
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
-        "width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False})
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False},
+    )
     browser.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(done))")
 
 

@@ -29,10 +29,16 @@ for name in list(os.environ):
     if name in LAUNCHED or name.startswith("ACCELERATE_") or (name.startswith("HF_") and name.endswith("_CACHE")):
         del os.environ[name]
 
-os.environ.update(HF_HOME=CACHE, HF_HUB_OFFLINE="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false",
-                  MPLBACKEND="Agg", COURSE_TRACKER="none",
-                  COURSE_ANSWERS=os.path.join(CACHE, "my_answers.json"),
-                  COURSE_RESULTS=os.path.join(CACHE, "my_results.json"))
+os.environ.update(
+    HF_HOME=CACHE,
+    HF_HUB_OFFLINE="1",
+    WANDB_MODE="offline",
+    TOKENIZERS_PARALLELISM="false",
+    MPLBACKEND="Agg",
+    COURSE_TRACKER="none",
+    COURSE_ANSWERS=os.path.join(CACHE, "my_answers.json"),
+    COURSE_RESULTS=os.path.join(CACHE, "my_results.json"),
+)
 if os.environ.get("GPU_TESTS") != "hardware":
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
@@ -86,6 +92,7 @@ def into_huge_pages():
 @pytest.fixture
 def time_is_over_once(monkeypatch):
     """A function (module, *files): a module's clock stands still until the files are there, however long that takes."""
+
     def stop(module, *files):
         def monotonic():
             return 1e9 if all(path.exists() for path in files) else 0.0

@@ -63,8 +63,9 @@ def pytest_terminal_summary(terminalreporter, config):
     tests = {name: seconds for name, seconds in cpu.items() if name != OUTSIDE}
     if config.option.times:
         config.option.times.parent.mkdir(parents=True, exist_ok=True)
-        config.option.times.write_text(json.dumps(
-            {name: [wall[name], seconds, name in are_long] for name, seconds in tests.items()}, indent=0))
+        config.option.times.write_text(
+            json.dumps({name: [wall[name], seconds, name in are_long] for name, seconds in tests.items()}, indent=0)
+        )
     rooms = collections.Counter()
     for name, seconds in tests.items():
         folders = name.split("::")[0].split("/")

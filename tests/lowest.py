@@ -14,15 +14,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-TEST_TOOLS = ("pytest>=9.0", "pytest-timeout>=2.4", "pytest-xdist>=3.8", "hypothesis>=6.150", "setuptools>=77",
-              "wheel>=0.45", "packaging>=25.0")
+TEST_TOOLS = (
+    "pytest>=9.0",
+    "pytest-timeout>=2.4",
+    "pytest-xdist>=3.8",
+    "hypothesis>=6.150",
+    "setuptools>=77",
+    "wheel>=0.45",
+    "packaging>=25.0",
+)
 """What the tests themselves need."""
 
 
 def tracked(*paths):
     """Files of this checkout that are committed, or about to be."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", *paths], cwd=ROOT, capture_output=True,
-                            text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", *paths], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return [name for name in listed.stdout.splitlines() if (ROOT / name).exists()]
 
 
@@ -43,8 +51,13 @@ def build(folder):
 
 
 def uv(*arguments, **environment):
-    done = subprocess.run([sys.executable, "-m", "uv", *arguments], capture_output=True, text=True, timeout=3000,
-                          env=os.environ | environment)
+    done = subprocess.run(
+        [sys.executable, "-m", "uv", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        env=os.environ | environment,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -59,22 +72,34 @@ class Environment:
     def run(self, *arguments, seconds=3000, **environment):
         """Run its Python in its folder."""
         given = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        given |= {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
-                  "PATH": f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"} | environment
-        return subprocess.run([self.python, *map(str, arguments)], cwd=self.folder, env=given, capture_output=True,
-                              text=True, timeout=seconds)
+        given |= {
+            "PYTHONPATH": "",
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "passive",
+            "PATH": f"{self.python.parent}{os.pathsep}{os.environ['PATH']}",
+        } | environment
+        return subprocess.run(
+            [self.python, *map(str, arguments)],
+            cwd=self.folder,
+            env=given,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
 
     def tests(self, *arguments):
         """Run pytest; gives what it said, where nothing failed."""
-        done = self.run("-m", "pytest", "-n", "2", "--dist", "loadfile", "-m", "not long", "-p", "no:cacheprovider",
-                        *arguments)
+        done = self.run(
+            "-m", "pytest", "-n", "2", "--dist", "loadfile", "-m", "not long", "-p", "no:cacheprovider", *arguments
+        )
         assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
         return done.stdout
 
     def versions(self):
         """Of what is installed, by name."""
-        return dict(line.split("==") for line in uv("pip", "freeze", "--python", self.python).splitlines()
-                    if "==" in line)
+        return dict(
+            line.split("==") for line in uv("pip", "freeze", "--python", self.python).splitlines() if "==" in line
+        )
 
 
 def declared(*extras):
@@ -93,8 +118,19 @@ def environment(folder, *requirements, extras=()):
     (wheel,) = build(folder / "build").glob("*.whl")
     uv("venv", "--python", sys.executable, folder / "venv")
     made = Environment(folder / "venv/bin/python", folder / "tree")
-    uv("pip", "install", "--python", made.python, "--resolution", "lowest-direct", wheel, *declared(*extras),
-       *requirements, *TEST_TOOLS, DS_BUILD_OPS="0")
+    uv(
+        "pip",
+        "install",
+        "--python",
+        made.python,
+        "--resolution",
+        "lowest-direct",
+        wheel,
+        *declared(*extras),
+        *requirements,
+        *TEST_TOOLS,
+        DS_BUILD_OPS="0",
+    )
     copy([name for name in tracked() if not name.startswith("course_lib/")], made.folder)
     where = made.run("-c", "import course_lib; print(course_lib.__file__)")
     assert Path(where.stdout.strip()).is_relative_to(folder / "venv"), where

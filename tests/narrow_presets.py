@@ -19,6 +19,7 @@ WIDTH, WORDS = 48, 1000
 @contextlib.contextmanager
 def narrowed(**sizes):
     """Within it every tiny preset is narrow, and has these sizes too."""
+
     def narrow(preset):
         inner = {name: max(32, size // 4) for name, size in preset.sizes.items() if name == "intermediate_size"}
         return dataclasses.replace(preset, sizes={**preset.sizes, "hidden_size": WIDTH, **inner, **sizes})

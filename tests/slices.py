@@ -134,8 +134,10 @@ def main(files):
                 per_file[name.split("::")[0]] += wall
                 cpu[name.split("::")[0]] += computed
         known["files"] |= {name: round(wall, 1) for name, wall in per_file.items()}
-        known["waiting"] = sorted({*known["waiting"]} - {*per_file} | {
-            name for name, wall in per_file.items() if wall > QUICK and cpu[name] < wall / 2})
+        known["waiting"] = sorted(
+            {*known["waiting"]} - {*per_file}
+            | {name for name, wall in per_file.items() if wall > QUICK and cpu[name] < wall / 2}
+        )
     known["files"], known["long"] = (dict(sorted(known[kind].items())) for kind in ("files", "long"))
     MEASURED.write_text(json.dumps(known, indent=0) + "\n")
 

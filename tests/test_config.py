@@ -36,50 +36,61 @@ def test_later_files_override_earlier_ones_and_options_override_files(tmp_path):
     assert config.model.model == "tiny-bert"
 
 
-@pytest.mark.parametrize(("given", "field", "value"), [
-    ({"per_device_train_batch_size": "8"}, "batch_size", 8),
-    ({"num-train-epochs": "2"}, "num_epochs", 2.0),
-    ({"lr_scheduler_type": "cosine"}, "lr_scheduler", "cosine"),
-    ({"gradient_checkpointing": "true"}, "activation_checkpointing", True),
-    ({"bf16": "true"}, "mixed_precision", "bf16"),
-    ({"fp16": "false"}, "mixed_precision", "auto"),
-    ({"eval_strategy": "no"}, "eval_steps", 0),
-    ({"save_strategy": "epoch"}, "save_steps", None),
-    ({"save_strategy": "steps", "save_steps": "500"}, "save_steps", 500),
-    ({"resume_from_checkpoint": "true"}, "resume_from_checkpoint", "latest"),
-    ({"model_name_or_path": "gpt2"}, "model", "gpt2"),
-    ({"dataset_name": "imdb"}, "dataset", "imdb"),
-    ({"save_total_limit": "none"}, "save_total_limit", None),
-])
+@pytest.mark.parametrize(
+    ("given", "field", "value"),
+    [
+        ({"per_device_train_batch_size": "8"}, "batch_size", 8),
+        ({"num-train-epochs": "2"}, "num_epochs", 2.0),
+        ({"lr_scheduler_type": "cosine"}, "lr_scheduler", "cosine"),
+        ({"gradient_checkpointing": "true"}, "activation_checkpointing", True),
+        ({"bf16": "true"}, "mixed_precision", "bf16"),
+        ({"fp16": "false"}, "mixed_precision", "auto"),
+        ({"eval_strategy": "no"}, "eval_steps", 0),
+        ({"save_strategy": "epoch"}, "save_steps", None),
+        ({"save_strategy": "steps", "save_steps": "500"}, "save_steps", 500),
+        ({"resume_from_checkpoint": "true"}, "resume_from_checkpoint", "latest"),
+        ({"model_name_or_path": "gpt2"}, "model", "gpt2"),
+        ({"dataset_name": "imdb"}, "dataset", "imdb"),
+        ({"save_total_limit": "none"}, "save_total_limit", None),
+    ],
+)
 def test_names_of_other_libraries(given, field, value):
     assert config_files.load([], given)[field] == value
 
 
-@pytest.mark.parametrize(("given", "told"), [
-    ({"bath_size": 4}, ["unknown option `bath_size`", "`batch_size`"]),
-    ({"batch_size": 0}, ["`batch_size` cannot be 0", "greater than or equal to 1"]),
-    ({"batch_size": "many"}, ["`batch_size` cannot be 'many'", "integer"]),
-    ({"optimizer": "adam"}, ["`optimizer` cannot be 'adam'", "`adamw`"]),
-    ({"learning_rate": -1}, ["`learning_rate` cannot be -1"]),
-    ({"warmup_ratio": 1.5}, ["`warmup_ratio` cannot be 1.5"]),
-    ({"training_type": "basic", "num_processes": 2}, ["training_type basic runs one process"]),
-    ({"device": "cpu", "mixed_precision": "fp16"}, ["fp16 has no use on a CPU"]),
-    ({"task": "causal_lm", "best_metric": "accuracy"}, ["needs classes"]),
-    ({"best_metric": "perplexity"}, ["language-modelling"]),
-    ({"early_stopping_patience": 2, "eval_steps": 0}, ["needs evaluations"]),
-    ({"resume_from_checkpoint": "latest", "overwrite_output_dir": True}, ["exclude each other"]),
-    ({"training_type": "pipeline", "strategy": "fsdp"}, ["fsdp moves gradients or parameters in every micro-batch"]),
-    ({"training_type": "pipeline", "engine": "deepspeed"}, ["engine deepspeed has no pipelines"]),
-    ({"training_type": "pipeline", "torch_compile": True}, ["torch_compile makes one backward"]),
-    ({"cpu_kernels": "fast", "torch_compile": True}, ["cpu_kernels fast is not for torch_compile"]),
-    ({"cpu_kernels": "faster"}, ["`cpu_kernels` cannot be 'faster'", "`fast`"]),
-    ({"training_type": "pipeline", "optimizer": "adafactor"}, ["cannot store adafactor's state"]),
-    ({"training_type": "pipeline", "mixed_precision": "fp16"}, ["fp16 needs a scaler that knows all stages"]),
-    ({"training_type": "pipeline", "batch_size": 4, "pipeline_chunks": 8}, ["batch_size 4 cannot be cut into 8"]),
-    ({"training_type": "pipeline", "num_processes": 4, "data_parallel_size": 3, "pipeline_parallel_size": 2},
-     ["data_parallel_size 3 × pipeline_parallel_size 2 is not num_processes 4"]),
-    ({"eval_strategy": "sometimes"}, ["`eval_strategy` cannot be 'sometimes'", "`epoch`"]),
-])
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"bath_size": 4}, ["unknown option `bath_size`", "`batch_size`"]),
+        ({"batch_size": 0}, ["`batch_size` cannot be 0", "greater than or equal to 1"]),
+        ({"batch_size": "many"}, ["`batch_size` cannot be 'many'", "integer"]),
+        ({"optimizer": "adam"}, ["`optimizer` cannot be 'adam'", "`adamw`"]),
+        ({"learning_rate": -1}, ["`learning_rate` cannot be -1"]),
+        ({"warmup_ratio": 1.5}, ["`warmup_ratio` cannot be 1.5"]),
+        ({"training_type": "basic", "num_processes": 2}, ["training_type basic runs one process"]),
+        ({"device": "cpu", "mixed_precision": "fp16"}, ["fp16 has no use on a CPU"]),
+        ({"task": "causal_lm", "best_metric": "accuracy"}, ["needs classes"]),
+        ({"best_metric": "perplexity"}, ["language-modelling"]),
+        ({"early_stopping_patience": 2, "eval_steps": 0}, ["needs evaluations"]),
+        ({"resume_from_checkpoint": "latest", "overwrite_output_dir": True}, ["exclude each other"]),
+        (
+            {"training_type": "pipeline", "strategy": "fsdp"},
+            ["fsdp moves gradients or parameters in every micro-batch"],
+        ),
+        ({"training_type": "pipeline", "engine": "deepspeed"}, ["engine deepspeed has no pipelines"]),
+        ({"training_type": "pipeline", "torch_compile": True}, ["torch_compile makes one backward"]),
+        ({"cpu_kernels": "fast", "torch_compile": True}, ["cpu_kernels fast is not for torch_compile"]),
+        ({"cpu_kernels": "faster"}, ["`cpu_kernels` cannot be 'faster'", "`fast`"]),
+        ({"training_type": "pipeline", "optimizer": "adafactor"}, ["cannot store adafactor's state"]),
+        ({"training_type": "pipeline", "mixed_precision": "fp16"}, ["fp16 needs a scaler that knows all stages"]),
+        ({"training_type": "pipeline", "batch_size": 4, "pipeline_chunks": 8}, ["batch_size 4 cannot be cut into 8"]),
+        (
+            {"training_type": "pipeline", "num_processes": 4, "data_parallel_size": 3, "pipeline_parallel_size": 2},
+            ["data_parallel_size 3 × pipeline_parallel_size 2 is not num_processes 4"],
+        ),
+        ({"eval_strategy": "sometimes"}, ["`eval_strategy` cannot be 'sometimes'", "`epoch`"]),
+    ],
+)
 def test_wrong_settings_are_refused_in_one_line(given, told):
     with pytest.raises(ConfigError) as error:
         config_files.load([], given)
@@ -88,13 +99,16 @@ def test_wrong_settings_are_refused_in_one_line(given, told):
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "told"), [
-    ("run:\n  bath_size: 3\n", ["unknown key `run.bath_size`", "`batch_size`"]),
-    ("optim:\n  batch_size: 3\n", ["`batch_size` is not in section `optim`", "`run`"]),
-    ("- 1\n", ["holds a list"]),
-    ("run: [1\n", ["is not YAML"]),
-    ("trian: {}\n", ["unknown key `trian`"]),
-])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("run:\n  bath_size: 3\n", ["unknown key `run.bath_size`", "`batch_size`"]),
+        ("optim:\n  batch_size: 3\n", ["`batch_size` is not in section `optim`", "`run`"]),
+        ("- 1\n", ["holds a list"]),
+        ("run: [1\n", ["is not YAML"]),
+        ("trian: {}\n", ["unknown key `trian`"]),
+    ],
+)
 def test_wrong_files_are_refused_in_one_line(tmp_path, text, told):
     path = tmp_path / "run.yaml"
     path.write_text(text)
@@ -150,12 +164,15 @@ def test_a_file_is_never_left_half_written(tmp_path):
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("seed: 1\nseed: 2\n", "`seed` stands there twice"),
-    ("run:\n  seed: 1\nseed: 2\n", "`seed` stands there twice"),
-    ("run:\n  seed: 1\n  seed: 1\n", "`seed` stands there twice"),
-    ("mixed_precision: no\n", "cannot be False: .*in YAML in quotes, as in 'no'"),
-])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("seed: 1\nseed: 2\n", "`seed` stands there twice"),
+        ("run:\n  seed: 1\nseed: 2\n", "`seed` stands there twice"),
+        ("run:\n  seed: 1\n  seed: 1\n", "`seed` stands there twice"),
+        ("mixed_precision: no\n", "cannot be False: .*in YAML in quotes, as in 'no'"),
+    ],
+)
 def test_yaml_that_says_two_things_or_another_is_refused(text, said, tmp_path):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ConfigError, match=said):

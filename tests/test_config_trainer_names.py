@@ -65,15 +65,19 @@ VALUES = [
     ({"disable_tqdm": True}, {"progress_bar": False}),
     ({"dataloader_drop_last": True}, {"drop_last": True}),
     ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 5}, {"lr_scheduler": "constant_with_warmup"}),
-    ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}},
-     {"lr_scheduler_kwargs": '{"num_cycles": 1}'}),
+    (
+        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}},
+        {"lr_scheduler_kwargs": '{"num_cycles": 1}'},
+    ),
     ({"warmup_steps": 0.1}, {"warmup_ratio": 0.1, "warmup_steps": 0}),
     ({"tf32": True}, {"tf32": "on"}),
     ({"tf32": "false"}, {"tf32": "off"}),
     ({"metric_for_best_model": "eval_loss", "greater_is_better": False}, {"best_metric": "loss"}),
     ({"eval_delay": 3}, {"eval_delay": 3.0}),
-    ({"push_to_hub": True, "hub_model_id": "me/mine", "hub_private_repo": True},
-     {"push_to_hub": "me/mine", "hub_private": True}),
+    (
+        {"push_to_hub": True, "hub_model_id": "me/mine", "hub_private_repo": True},
+        {"push_to_hub": "me/mine", "hub_private": True},
+    ),
     ({"push_to_hub": False}, {"push_to_hub": None}),
     ({"train_sampling_strategy": "random"}, {"group_by_length": False}),
     ({"fsdp": "full_shard auto_wrap"}, {"strategy": "fsdp"}),
@@ -120,8 +124,10 @@ def test_what_means_nothing_here_is_refused(given, said):
 
 
 def test_a_config_file_may_use_their_names(tmp_path):
-    (tmp_path / "run.yaml").write_text("optim: sgd\ndisable_tqdm: true\nreport_to: [tensorboard]\nmax_steps: -1\n"
-                                       "lr_scheduler_type: cosine\nlr_scheduler_kwargs:\n  num_cycles: 1.5\n")
+    (tmp_path / "run.yaml").write_text(
+        "optim: sgd\ndisable_tqdm: true\nreport_to: [tensorboard]\nmax_steps: -1\n"
+        "lr_scheduler_type: cosine\nlr_scheduler_kwargs:\n  num_cycles: 1.5\n"
+    )
     config = config_files.load([tmp_path / "run.yaml"])
     assert config.optim.momentum == 0 and not config.run.progress_bar and config.tracking.tracker == "tensorboard"
     (tmp_path / "resolved.yaml").write_text(config_files.to_yaml(config))

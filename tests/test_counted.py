@@ -15,16 +15,27 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 LEFT_OUT = ("gpu", "gpu_sim")  # measure on GPUs; tests/gpu/test_time.py plants its times
-CLOCKS = {"perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "thread_time", "cpu_percent",
-          "cpu_times", "getrusage", "memory_info", "memory_full_info", "anonymous_bytes", "peak_memory_bytes"}
+CLOCKS = {
+    "perf_counter",
+    "perf_counter_ns",
+    "monotonic",
+    "monotonic_ns",
+    "process_time",
+    "thread_time",
+    "cpu_percent",
+    "cpu_times",
+    "getrusage",
+    "memory_info",
+    "memory_full_info",
+    "anonymous_bytes",
+    "peak_memory_bytes",
+}
 """Functions whose results are noisy; ``time.time`` too."""
 SAMPLED = {"rss", "uss", "pss", "st_mtime", "ru_maxrss", "elapsed"}
 """Attributes that are."""
 ALLOWED = {
-    "system/test_machine.py::test_peak_memory_grows_with_what_is_held":
-        "the subject is the system's own figure; pages that the test writes to are resident, 200 MB of them",
-    "system/test_machine.py::test_peak_memory_is_the_process_own_and_not_its_launcher_s":
-        "the same: an interpreter with two modules against a test that holds 600 MB more than it",
+    "system/test_machine.py::test_peak_memory_grows_with_what_is_held": "the subject is the system's own figure; pages that the test writes to are resident, 200 MB of them",
+    "system/test_machine.py::test_peak_memory_is_the_process_own_and_not_its_launcher_s": "the same: an interpreter with two modules against a test that holds 600 MB more than it",
 }
 
 
@@ -34,17 +45,27 @@ def of(path):
 
 def is_long(node):
     """Whether a module or a function is marked, not only one of a function's cases."""
-    marks = node.decorator_list if isinstance(node, ast.FunctionDef) else [
-        each.value for each in node.body if isinstance(each, ast.Assign)
-        and any(isinstance(target, ast.Name) and target.id == "pytestmark" for target in each.targets)]
+    marks = (
+        node.decorator_list
+        if isinstance(node, ast.FunctionDef)
+        else [
+            each.value
+            for each in node.body
+            if isinstance(each, ast.Assign)
+            and any(isinstance(target, ast.Name) and target.id == "pytestmark" for target in each.targets)
+        ]
+    )
     each = [part for mark in marks for part in (mark.elts if isinstance(mark, ast.List) else [mark])]
     return any(ast.unparse(mark) == "pytest.mark.long" for mark in each)
 
 
 def names_of(node):
     """Names and attributes in an expression."""
-    return {part.id if isinstance(part, ast.Name) else part.attr for part in ast.walk(node)
-            if isinstance(part, ast.Name | ast.Attribute)}
+    return {
+        part.id if isinstance(part, ast.Name) else part.attr
+        for part in ast.walk(node)
+        if isinstance(part, ast.Name | ast.Attribute)
+    }
 
 
 def is_noisy(node, noisy):
@@ -57,22 +78,31 @@ def noisy_comparisons(function):
     noisy = set()
     for _ in range(3):  # through names that are set from names
         for each in ast.walk(function):
-            if isinstance(each, ast.Assign | ast.AugAssign | ast.AnnAssign) and each.value is not None \
-                    and is_noisy(each.value, noisy):
+            if (
+                isinstance(each, ast.Assign | ast.AugAssign | ast.AnnAssign)
+                and each.value is not None
+                and is_noisy(each.value, noisy)
+            ):
                 targets = each.targets if isinstance(each, ast.Assign) else [each.target]
                 noisy |= {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
     for each in ast.walk(function):
         if not isinstance(each, ast.Assert):
             continue
         for compared in ast.walk(each.test):
-            if isinstance(compared, ast.Compare) and is_noisy(compared, noisy) and any(
-                    isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for op in compared.ops):
+            if (
+                isinstance(compared, ast.Compare)
+                and is_noisy(compared, noisy)
+                and any(isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for op in compared.ops)
+            ):
                 yield ast.unparse(compared)
 
 
 def files():
-    return [path for path in sorted(TESTS.rglob("*.py"))
-            if path.relative_to(TESTS).parts[0] not in LEFT_OUT and path != Path(__file__)]
+    return [
+        path
+        for path in sorted(TESTS.rglob("*.py"))
+        if path.relative_to(TESTS).parts[0] not in LEFT_OUT and path != Path(__file__)
+    ]
 
 
 def test_no_assertion_is_on_a_clock_or_on_the_systems_memory():
@@ -83,22 +113,31 @@ def test_no_assertion_is_on_a_clock_or_on_the_systems_memory():
         if not any(name in text for name in (*CLOCKS, *SAMPLED, "time.time()")) or is_long(tree := ast.parse(text)):
             continue
         for function in ast.walk(tree):
-            if isinstance(function, ast.FunctionDef) and not is_long(function) \
-                    and (comparisons := list(noisy_comparisons(function))):
+            if (
+                isinstance(function, ast.FunctionDef)
+                and not is_long(function)
+                and (comparisons := list(noisy_comparisons(function)))
+            ):
                 found[f"{path.relative_to(TESTS)}::{function.name}"] = comparisons
     assert looked > 160
     assert {name: seen for name, seen in found.items() if name not in ALLOWED} == {}
     assert found.keys() == ALLOWED.keys(), "what is no longer there is no longer allowed"
 
 
-@pytest.mark.parametrize(("body", "seen"), [
-    ("start = time.perf_counter()\n assert time.perf_counter() - start < 15", 1),
-    ("took = time.monotonic() - begin\n assert all(ok) and 0.2 < took", 1),
-    ("both = {'a': time.process_time()}\n assert both['a'] < 2", 1),
-    ("assert psutil.Process().memory_info().rss < 10", 1), ("assert time.time() - began > 3", 1),
-    ("end = time.monotonic() + 30\n assert time.monotonic() < end", 1),
-    ("lines, end = path, time.monotonic() + 120\n assert time.monotonic() < end and alive", 1),
-    ("start = time.perf_counter()\n assert start == 3", 0), ("count = len(calls)\n assert count < 3", 0)])
+@pytest.mark.parametrize(
+    ("body", "seen"),
+    [
+        ("start = time.perf_counter()\n assert time.perf_counter() - start < 15", 1),
+        ("took = time.monotonic() - begin\n assert all(ok) and 0.2 < took", 1),
+        ("both = {'a': time.process_time()}\n assert both['a'] < 2", 1),
+        ("assert psutil.Process().memory_info().rss < 10", 1),
+        ("assert time.time() - began > 3", 1),
+        ("end = time.monotonic() + 30\n assert time.monotonic() < end", 1),
+        ("lines, end = path, time.monotonic() + 120\n assert time.monotonic() < end and alive", 1),
+        ("start = time.perf_counter()\n assert start == 3", 0),
+        ("count = len(calls)\n assert count < 3", 0),
+    ],
+)
 def test_planted_assertions_are_found(body, seen):
     (function,) = ast.parse(f"def test():\n {body}").body
     assert len(list(noisy_comparisons(function))) == seen
@@ -112,12 +151,18 @@ def test_what_a_lesson_measured_in_time_is_compared_with_nothing_but_zero():
     looked, found = 0, []
     for path in sorted((TESTS / "notebooks").glob("test_*.py")):
         for each in ast.walk(of(path)):
-            if isinstance(each, ast.Compare) and any(isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE)
-                                                     for op in each.ops):
+            if isinstance(each, ast.Compare) and any(
+                isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for op in each.ops
+            ):
                 looked += 1
                 sides = [each.left, *each.comparators]
-                timed = [side for side in sides if isinstance(side, ast.Subscript)
-                         and isinstance(side.slice, ast.Constant) and TIMES.search(str(side.slice.value))]
+                timed = [
+                    side
+                    for side in sides
+                    if isinstance(side, ast.Subscript)
+                    and isinstance(side.slice, ast.Constant)
+                    and TIMES.search(str(side.slice.value))
+                ]
                 others = [ast.unparse(side) for side in sides if side not in timed]
                 if timed and "0" not in others[-1:]:
                     found.append(f"{path.name}: {ast.unparse(each)}")
@@ -140,11 +185,19 @@ def test_nothing_is_downloaded_by_a_test_that_is_not_long():
 
 def test_ctrl_c_reaches_what_a_test_starts_also_where_the_suite_runs_in_the_background():
     """A shell has its background commands ignore SIGINT, and what they start inherits that."""
-    code = ("import signal, subprocess, sys\n{}"
-            "ask = 'import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)'\n"
-            "subprocess.run([sys.executable, '-c', ask], check=True)")
+    code = (
+        "import signal, subprocess, sys\n{}"
+        "ask = 'import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)'\n"
+        "subprocess.run([sys.executable, '-c', ask], check=True)"
+    )
     for load, ignored in (("", "True"), ("import tests.conftest\n", "False")):
-        done = subprocess.run([sys.executable, "-c", code.format(load)], cwd=TESTS.parent, timeout=240, check=True,
-                              capture_output=True, text=True,
-                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(load)],
+            cwd=TESTS.parent,
+            timeout=240,
+            check=True,
+            capture_output=True,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        )
         assert done.stdout.strip() == ignored

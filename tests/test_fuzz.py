@@ -36,8 +36,13 @@ EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 
 def fuzz(examples):
     """So many examples, the same ones each time."""
-    return settings(max_examples=EXAMPLES or examples, derandomize=True, deadline=None, database=None,
-                    suppress_health_check=list(HealthCheck))
+    return settings(
+        max_examples=EXAMPLES or examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def one_line(error):
@@ -45,10 +50,19 @@ def one_line(error):
 
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
-SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.integers(-2, 40), st.floats(), WORDS, st.dates(),
-                    st.sampled_from(["1e400", "nan", "-0", "auto", "none", "{model}", "{", "{0}", "{a.x}", "~", "٣"]))
-TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(SCALARS, inner, max_size=3),
-                     max_leaves=5)
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-2, 40),
+    st.floats(),
+    WORDS,
+    st.dates(),
+    st.sampled_from(["1e400", "nan", "-0", "auto", "none", "{model}", "{", "{0}", "{a.x}", "~", "٣"]),
+)
+TREES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(SCALARS, inner, max_size=3), max_leaves=5
+)
 
 
 # --- config files ---
@@ -61,6 +75,7 @@ FIT = {o.name: [o.default, *o.choices] for o in options()}
 @st.composite
 def configs(draw):
     """YAML that is nearly right: known names, in their sections or at the top, with values of all kinds."""
+
     def value(name):
         return draw(st.sampled_from(FIT[name])) if name in FIT and draw(st.integers(0, 7)) else draw(TREES)
 
@@ -108,9 +123,37 @@ def test_config_files(tmp_path):
 
 # --- the command line ---
 
-VALUES = st.one_of(WORDS, st.sampled_from(["", "0", "1", "2", "3", "-1", "2.5", "nan", "inf", "1e400", "1/0", "true",
-                                           "None", "a=b", "=", "--", "-", "[", "{}", "\0", "9" * 400, "auto", "1:4",
-                                           "٣"]))
+VALUES = st.one_of(
+    WORDS,
+    st.sampled_from(
+        [
+            "",
+            "0",
+            "1",
+            "2",
+            "3",
+            "-1",
+            "2.5",
+            "nan",
+            "inf",
+            "1e400",
+            "1/0",
+            "true",
+            "None",
+            "a=b",
+            "=",
+            "--",
+            "-",
+            "[",
+            "{}",
+            "\0",
+            "9" * 400,
+            "auto",
+            "1:4",
+            "٣",
+        ]
+    ),
+)
 
 
 def called(arguments):
@@ -132,8 +175,11 @@ def called(arguments):
 def options_of(command):
     """The option names that a command takes."""
     seen = []
-    with mock.patch.object(cli.Parser, "parse_known_args", lambda parser, _: seen.append(parser) or ({}, [])), \
-            contextlib.suppress(SystemExit, AttributeError), contextlib.redirect_stdout(io.StringIO()):
+    with (
+        mock.patch.object(cli.Parser, "parse_known_args", lambda parser, _: seen.append(parser) or ({}, [])),
+        contextlib.suppress(SystemExit, AttributeError),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         cli.parse([command])
     own = seen[0]._subparsers._group_actions[0].choices[command]
     return [name for action in own._actions for name in action.option_strings]
@@ -174,14 +220,16 @@ def test_command_lines():
     assert ends[0] > 10 and ends[2] > 20 and not ends[1]
 
 
-NUMBERS = st.sampled_from(["0", "1", "2", "3", "4", "7", "8", "16", "-1", "2.5", "1/3", "1/0", "nan", "inf", "1e9", "x",
-                           ""])
+NUMBERS = st.sampled_from(
+    ["0", "1", "2", "3", "4", "7", "8", "16", "-1", "2.5", "1/3", "1/0", "nan", "inf", "1e9", "x", ""]
+)
 
 
 def given_options(**values):
     """Some of the options, each with a value that may or may not do."""
     pairs = st.lists(st.sampled_from(sorted(values)), unique=True, max_size=5).flatmap(
-        lambda names: st.tuples(*(st.tuples(st.just(f"--{name}"), values[name]) for name in names)))
+        lambda names: st.tuples(*(st.tuples(st.just(f"--{name}"), values[name]) for name in names))
+    )
     return pairs.map(lambda chosen: [text for pair in chosen for text in pair])
 
 
@@ -193,11 +241,23 @@ def test_schedules(tmp_path):
     ends = Counter()
 
     @fuzz(40)
-    @given(given_options(ranks=NUMBERS, microbatches=NUMBERS, virtual=NUMBERS, cost_f=NUMBERS, cost_b=NUMBERS,
-                         cost_w=NUMBERS, cost_comm=NUMBERS, cost_overlap=NUMBERS, bytes=NUMBERS, bytes_w=NUMBERS,
-                         memory_limit=NUMBERS,
-                         schedule=st.sampled_from(["gpipe", "1f1b", "zbv", "zb_h1", "interleaved", "dualpipev", "x"])),
-           st.sampled_from([[], ["--ranks", "2", "--microbatches", "4"]]))
+    @given(
+        given_options(
+            ranks=NUMBERS,
+            microbatches=NUMBERS,
+            virtual=NUMBERS,
+            cost_f=NUMBERS,
+            cost_b=NUMBERS,
+            cost_w=NUMBERS,
+            cost_comm=NUMBERS,
+            cost_overlap=NUMBERS,
+            bytes=NUMBERS,
+            bytes_w=NUMBERS,
+            memory_limit=NUMBERS,
+            schedule=st.sampled_from(["gpipe", "1f1b", "zbv", "zb_h1", "interleaved", "dualpipev", "x"]),
+        ),
+        st.sampled_from([[], ["--ranks", "2", "--microbatches", "4"]]),
+    )
     @example([], ["--ranks", "2", "--microbatches", "4"])
     def check(chosen, more):
         folder = fresh(tmp_path)
@@ -213,12 +273,19 @@ def test_plans(tmp_path):
     ends = Counter()
 
     @fuzz(25)
-    @given(given_options(gpus=NUMBERS, max_memory_gb=NUMBERS, global_batch=NUMBERS, sequence_length=NUMBERS,
-                         tokens=NUMBERS | st.just("100B"),
-                         what_if=st.sampled_from(["gpus=1,2", "gpus=", "gpu=T4,x", "x=1"]),
-                         gpu=st.sampled_from(["H100", "T4", "ml.p4d.24xlarge", "x", ""]),
-                         model=st.sampled_from(["llama-8b", "gpt2", "x", "", "."]),
-                         families=st.sampled_from(["DDP", "x"])))
+    @given(
+        given_options(
+            gpus=NUMBERS,
+            max_memory_gb=NUMBERS,
+            global_batch=NUMBERS,
+            sequence_length=NUMBERS,
+            tokens=NUMBERS | st.just("100B"),
+            what_if=st.sampled_from(["gpus=1,2", "gpus=", "gpu=T4,x", "x=1"]),
+            gpu=st.sampled_from(["H100", "T4", "ml.p4d.24xlarge", "x", ""]),
+            model=st.sampled_from(["llama-8b", "gpt2", "x", "", "."]),
+            families=st.sampled_from(["DDP", "x"]),
+        )
+    )
     @example([])
     def check(chosen):
         folder = fresh(tmp_path) / "plan"
@@ -234,15 +301,25 @@ def test_plans(tmp_path):
 @st.composite
 def sweep_files(draw):
     """A sweep that is nearly right."""
-    parts = st.fixed_dictionaries({}, optional={
-        "values": st.just([1, 2]) | TREES, "value": TREES, "min": st.integers(0, 4) | SCALARS,
-        "max": st.integers(3, 9) | SCALARS, "distribution": st.sampled_from(["int_uniform", "uniform"]) | SCALARS})
+    parts = st.fixed_dictionaries(
+        {},
+        optional={
+            "values": st.just([1, 2]) | TREES,
+            "value": TREES,
+            "min": st.integers(0, 4) | SCALARS,
+            "max": st.integers(3, 9) | SCALARS,
+            "distribution": st.sampled_from(["int_uniform", "uniform"]) | SCALARS,
+        },
+    )
     right = st.sampled_from([{"values": [1, 2]}, {"value": 3}, {"min": 1, "max": 4}])
     names = st.sampled_from(["batch_size", "seed"])
     parameters = st.dictionaries(names, right, min_size=1) | st.dictionaries(names | SCALARS, right | parts) | TREES
-    tree = draw(st.fixed_dictionaries(
-        {"method": st.sampled_from(["grid", "random"]), "parameters": parameters},
-        optional={"metric": TREES, "run_cap": st.integers(-2, 40) | WORDS, "seed": SCALARS, "name": TREES}))
+    tree = draw(
+        st.fixed_dictionaries(
+            {"method": st.sampled_from(["grid", "random"]), "parameters": parameters},
+            optional={"metric": TREES, "run_cap": st.integers(-2, 40) | WORDS, "seed": SCALARS, "name": TREES},
+        )
+    )
     return yaml.safe_dump(tree, allow_unicode=True)
 
 
@@ -275,8 +352,9 @@ def fresh(tmp_path):
 
 CELLS = st.one_of(WORDS, st.sampled_from(["", " ", "a", "b", '"', "a,b", "\0", "\r", "\n", "-1", "1.5", "\ufeff"]))
 TABLES = st.lists(st.tuples(CELLS, CELLS, CELLS), min_size=0, max_size=6)
-HEADERS = st.sampled_from([("text", "label", "x"), ("text", "text", "label"), ("label", "x", ""), ("", "", ""),
-                           ("a", "b", "c")])
+HEADERS = st.sampled_from(
+    [("text", "label", "x"), ("text", "text", "label"), ("label", "x", ""), ("", "", ""), ("a", "b", "c")]
+)
 
 
 def as_csv(header, rows):
@@ -295,10 +373,21 @@ def as_parquet(header, rows):
     return out.getvalue()
 
 
-WRITERS = {"csv": as_csv, "tsv": as_csv, "jsonl": as_json_lines, "json": as_json_lines, "parquet": as_parquet,
-           "txt": as_csv}
-JSON = st.recursive(SCALARS.filter(lambda x: not hasattr(x, "year")), lambda inner: st.lists(inner, max_size=3)
-                    | st.dictionaries(st.sampled_from(["text", "label", "a"]), inner, max_size=3), max_leaves=6)
+WRITERS = {
+    "csv": as_csv,
+    "tsv": as_csv,
+    "jsonl": as_json_lines,
+    "json": as_json_lines,
+    "parquet": as_parquet,
+    "txt": as_csv,
+}
+JSON = st.recursive(
+    SCALARS.filter(lambda x: not hasattr(x, "year")),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["text", "label", "a"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
 
 
 @st.composite
@@ -313,7 +402,7 @@ def data_files(draw):
     content = bytearray(WRITERS[kind](draw(HEADERS), draw(TABLES)))
     if form == "damaged" and content:
         content[draw(st.integers(0, len(content) - 1))] ^= 1 << draw(st.integers(0, 7))
-        del content[draw(st.integers(1, len(content))):]
+        del content[draw(st.integers(1, len(content))) :]
     return kind, bytes(content)
 
 
@@ -355,10 +444,37 @@ def test_data_files(tmp_path):
 
 # --- checkpoints ---
 
-RUN = ["train", "--training_type", "basic", "--model", "tiny-bert", "--device", "cpu", "--max_train_samples", "8",
-       "--max_eval_samples", "4", "--max_length", "8", "--batch_size", "2", "--save_steps", "1", "--eval_steps", "0",
-       "--keep_best", "false", "--baselines", "false", "--progress_bar", "false", "--tracker", "none",
-       "--watchdog", "0"]
+RUN = [
+    "train",
+    "--training_type",
+    "basic",
+    "--model",
+    "tiny-bert",
+    "--device",
+    "cpu",
+    "--max_train_samples",
+    "8",
+    "--max_eval_samples",
+    "4",
+    "--max_length",
+    "8",
+    "--batch_size",
+    "2",
+    "--save_steps",
+    "1",
+    "--eval_steps",
+    "0",
+    "--keep_best",
+    "false",
+    "--baselines",
+    "false",
+    "--progress_bar",
+    "false",
+    "--tracker",
+    "none",
+    "--watchdog",
+    "0",
+]
 
 
 @pytest.fixture(scope="module")
@@ -371,8 +487,13 @@ def saved(tmp_path_factory):
 @st.composite
 def damages(draw):
     """What is done to which file."""
-    return (draw(st.integers(0, 99)), draw(st.sampled_from(["flip", "cut", "delete", "replace", "json", "grow"])),
-            draw(st.integers(0, 10**6)), draw(st.binary(max_size=30)), draw(JSON))
+    return (
+        draw(st.integers(0, 99)),
+        draw(st.sampled_from(["flip", "cut", "delete", "replace", "json", "grow"])),
+        draw(st.integers(0, 10**6)),
+        draw(st.binary(max_size=30)),
+        draw(JSON),
+    )
 
 
 def copied(saved, tmp_path):
@@ -391,10 +512,14 @@ def damaged(folder, damage, but=""):
     whole = path.read_bytes()
     place %= len(whole)
     path.unlink()
-    path.write_bytes({
-        "flip": whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :],
-        "cut": whole[:place], "grow": whole + (content or b"\0"), "json": json.dumps(tree).encode(),
-    }.get(what, content if content != whole else b"x"))
+    path.write_bytes(
+        {
+            "flip": whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :],
+            "cut": whole[:place],
+            "grow": whole + (content or b"\0"),
+            "json": json.dumps(tree).encode(),
+        }.get(what, content if content != whole else b"x")
+    )
     if what == "delete":
         path.unlink()
     return path.name
@@ -421,8 +546,9 @@ def test_checkpoints_whose_sums_are_right_and_whose_content_is_not(saved, tmp_pa
     """As someone leaves them who edits a file and makes the manifest anew: refused in one line, or gone on from."""
     folder, ends = copied(saved, tmp_path), Counter()
     options = dict(zip((each.removeprefix("--") for each in RUN[1::2]), RUN[2::2], strict=True))
-    config = config_files.load(overrides=options | {"output_dir": str(tmp_path / "run"), "max_steps": 2,
-                                                    "resume_from_checkpoint": str(folder)})
+    config = config_files.load(
+        overrides=options | {"output_dir": str(tmp_path / "run"), "max_steps": 2, "resume_from_checkpoint": str(folder)}
+    )
     trainer = build_trainer(config)[0]
 
     @fuzz(25)

@@ -22,16 +22,28 @@ from tests import lowest
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 BASE = {canonicalize_name(Requirement(each).name) for each in PROJECT["dependencies"]}
-EXTRAS = {extra: {canonicalize_name(Requirement(each).name) for each in listed}
-          for extra, listed in PROJECT["optional-dependencies"].items()}
+EXTRAS = {
+    extra: {canonicalize_name(Requirement(each).name) for each in listed}
+    for extra, listed in PROJECT["optional-dependencies"].items()
+}
 NOT_HERE = sorted({package for packages in BROUGHT_BY.values() for package in packages} | {"pytest"})
-PACKED_WITH_OTHERS = {"IPython", "boto3", "botocore", "jinja2", "traitlets", "starlette", "uvicorn",
-                      "pygments", "threadpoolctl", "scipy"}
+PACKED_WITH_OTHERS = {
+    "IPython",
+    "boto3",
+    "botocore",
+    "jinja2",
+    "traitlets",
+    "starlette",
+    "uvicorn",
+    "pygments",
+    "threadpoolctl",
+    "scipy",
+}
 """Packages that come with those that the course asks for."""
 
 # An import of what is None in sys.modules fails as if it were missing.
 WITHOUT = f"import sys\nsys.modules.update(dict.fromkeys({NOT_HERE}))\n"
-SUBJECT = '''
+SUBJECT = """
 import torch
 from course_lib.audit import Subject
 
@@ -40,12 +52,18 @@ def make(layout):
     model = torch.nn.Linear(4, 3).double()
     return Subject(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1),
                    loss=lambda model, batch: model(batch).square().mean(), batch=torch.ones(4, 4).double())
-'''
+"""
 
 
 def run(code, folder, *arguments, python=sys.executable, **environment):
-    return subprocess.run([python, "-c", code, *arguments], capture_output=True, text=True, timeout=800, cwd=folder,
-                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment})
+    return subprocess.run(
+        [python, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=800,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+    )
 
 
 # --- what is declared
@@ -53,25 +71,40 @@ def run(code, folder, *arguments, python=sys.executable, **environment):
 
 def test_the_base_is_torch_and_what_is_small():
     assert {"torch", "numpy", "pyyaml", "rich", "annotated-types", "cloudpickle", "shtab"} == BASE
-    assert set(EXTRAS) == {"train", "notebooks", "tracking", "sagemaker", "grading", "kernels", "all", "dev",
-                           "book"}
+    assert set(EXTRAS) == {"train", "notebooks", "tracking", "sagemaker", "grading", "kernels", "all", "dev", "book"}
 
 
 def test_each_package_that_is_named_is_in_the_extra_that_is_named():
     of_package = importlib.metadata.packages_distributions()
-    wrong = {(extra, package) for extra, packages in BROUGHT_BY.items() for package in packages
-             if package not in PACKED_WITH_OTHERS
-             and not {canonicalize_name(each) for each in of_package[package]} & EXTRAS[extra]}
+    wrong = {
+        (extra, package)
+        for extra, packages in BROUGHT_BY.items()
+        for package in packages
+        if package not in PACKED_WITH_OTHERS
+        and not {canonicalize_name(each) for each in of_package[package]} & EXTRAS[extra]
+    }
     assert BROUGHT_BY.keys() == EXTRAS.keys() - {"all", "dev", "book"} and not wrong
 
 
 def test_each_package_that_is_imported_is_in_the_base_or_in_an_extra():
     files = [path for path in (ROOT / "course_lib").rglob("*.py") if path.name != "pytest_plugin.py"]
-    imported = {name.partition(".")[0] for path in files for node in ast.walk(ast.parse(path.read_text()))
-                for name in ([each.name for each in node.names] if isinstance(node, ast.Import) else
-                             [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else [])}
-    known = set(NOT_HERE) | PACKED_WITH_OTHERS | {"torch", "numpy", "yaml", "rich", "annotated_types", "cloudpickle",
-                                                  "shtab", "course_lib"}
+    imported = {
+        name.partition(".")[0]
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in (
+            [each.name for each in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom) and not node.level
+            else []
+        )
+    }
+    known = (
+        set(NOT_HERE)
+        | PACKED_WITH_OTHERS
+        | {"torch", "numpy", "yaml", "rich", "annotated_types", "cloudpickle", "shtab", "course_lib"}
+    )
     assert len(imported) > 60
     assert imported - known - set(sys.stdlib_module_names) == set()
 
@@ -80,7 +113,9 @@ def test_each_package_that_is_imported_is_in_the_base_or_in_an_extra():
 
 
 def test_the_tools_bring_in_no_more_than_torch(tmp_path):
-    code = WITHOUT + """
+    code = (
+        WITHOUT
+        + """
 import importlib, json, pkgutil
 import torch, torch.distributed, torch.distributed.fsdp, torch.distributed.tensor
 def packages():
@@ -92,6 +127,7 @@ for tool in ("hangs", "metering", "audit"):
         looked_at.append(importlib.import_module(found.name).__name__)
 print(json.dumps([len(looked_at), sorted(packages() - before - set(sys.stdlib_module_names))]))
 """
+    )
     done = run(code, tmp_path)
     assert done.returncode == 0, done.stderr
     count, brought = json.loads(done.stdout)
@@ -99,16 +135,29 @@ print(json.dumps([len(looked_at), sorted(packages() - before - set(sys.stdlib_mo
 
 
 COMMANDS = (
-    "--help", "--version", "audit subject.py:make --ranks 2", "schedule --schedule 1f1b --ranks 2 --microbatches 4",
-    "schedule --compare --ranks 2 --microbatches 4", "plan --model facebook/opt-6.7b --gpu H100 --gpus 8",
-    "select --model_name facebook/opt-6.7b", "bench --list_models", "check",
-    "watch --export", "meter --help",
+    "--help",
+    "--version",
+    "audit subject.py:make --ranks 2",
+    "schedule --schedule 1f1b --ranks 2 --microbatches 4",
+    "schedule --compare --ranks 2 --microbatches 4",
+    "plan --model facebook/opt-6.7b --gpu H100 --gpus 8",
+    "select --model_name facebook/opt-6.7b",
+    "bench --list_models",
+    "check",
+    "watch --export",
+    "meter --help",
 )
 NEEDS = {
-    "train --model tiny-gpt2": "train", "evaluate --model tiny-gpt2": "train", "audit --model gpt2": "train",
-    "doctor": "train", "simulate --model facebook/opt-6.7b --world_size 2": "train", "runs": "train",
-    "sweep sweep.yaml": "train", "plan --model facebook/opt-6.7b --gpu H100 --emit files": "train",
-    "grade . --out out": "grading", "schedule --schedule 1f1b --ranks 2 --microbatches 4 --png of.png": "notebooks",
+    "train --model tiny-gpt2": "train",
+    "evaluate --model tiny-gpt2": "train",
+    "audit --model gpt2": "train",
+    "doctor": "train",
+    "simulate --model facebook/opt-6.7b --world_size 2": "train",
+    "runs": "train",
+    "sweep sweep.yaml": "train",
+    "plan --model facebook/opt-6.7b --gpu H100 --emit files": "train",
+    "grade . --out out": "grading",
+    "schedule --schedule 1f1b --ranks 2 --microbatches 4 --png of.png": "notebooks",
 }
 RUN_ALL = """
 import contextlib, io, json, shlex
@@ -152,30 +201,43 @@ def test_what_needs_the_base_alone_runs_and_what_needs_more_says_what(tmp_path):
     check(run_all([*COMMANDS, *NEEDS], tmp_path))
 
 
-@pytest.mark.parametrize(("torch", "command", "said"), [
-    ("2.5.1+cu121", ["audit", "subject.py:make"],
-     "torch 2.5 is installed, and the course needs 2.6 or newer, below 2.14"),
-    ("2.10.0", ["train"], "torch 2.10 is installed, and the extra `train` needs 2.11 or newer, below 2.14"),
-    ("2.10.0", ["watch", "--", sys.executable, "-c", ""], "")], ids=["base", "train", "base alone"])
+@pytest.mark.parametrize(
+    ("torch", "command", "said"),
+    [
+        (
+            "2.5.1+cu121",
+            ["audit", "subject.py:make"],
+            "torch 2.5 is installed, and the course needs 2.6 or newer, below 2.14",
+        ),
+        ("2.10.0", ["train"], "torch 2.10 is installed, and the extra `train` needs 2.11 or newer, below 2.14"),
+        ("2.10.0", ["watch", "--", sys.executable, "-c", ""], ""),
+    ],
+    ids=["base", "train", "base alone"],
+)
 def test_a_torch_below_the_range_is_named_with_the_range(tmp_path, torch, command, said):
     (tmp_path / "subject.py").write_text(SUBJECT)
-    done = run(f"""
+    done = run(
+        f"""
 import importlib.metadata as metadata
 version = metadata.version
 metadata.version = lambda name: {torch!r} if name == "torch" else version(name)
 from course_lib import cli
 raise SystemExit(cli.main({command}))
-""", tmp_path)
+""",
+        tmp_path,
+    )
     assert done.stderr.startswith(f"course: {said}" if said else "") and done.stderr.count("\n") == bool(said)
     assert done.returncode == (EXIT_USAGE if said else 0)
 
 
 def test_the_ranges_of_torch_are_those_that_are_declared():
-    declared = {extra: next(Requirement(each).specifier for each in listed if Requirement(each).name == "torch")
-                for extra, listed in {"": PROJECT["dependencies"],
-                                      "train": PROJECT["optional-dependencies"]["train"]}.items()}
+    declared = {
+        extra: next(Requirement(each).specifier for each in listed if Requirement(each).name == "torch")
+        for extra, listed in {"": PROJECT["dependencies"], "train": PROJECT["optional-dependencies"]["train"]}.items()
+    }
     assert {extra: f"<2.14,>={major}.{minor}" for extra, (major, minor) in TORCH.items()} == {
-        extra: str(specifier) for extra, specifier in declared.items()}
+        extra: str(specifier) for extra, specifier in declared.items()
+    }
 
 
 def test_a_package_that_no_extra_brings_is_a_defect():
@@ -230,18 +292,45 @@ def base(tmp_path):
 @pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
 def test_what_is_built_installs_and_works_in_an_empty_environment(built, base, tmp_path, kind):
     (archive,) = built.glob(kind)
-    done = subprocess.run([sys.executable, "-m", "uv", "pip", "install", "--python", base, "--no-deps", "--offline",
-                           "--no-build-isolation", archive], capture_output=True, text=True, timeout=800)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "uv",
+            "pip",
+            "install",
+            "--python",
+            base,
+            "--no-deps",
+            "--offline",
+            "--no-build-isolation",
+            archive,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
     assert done.returncode == 0, done.stderr
     (tmp_path / "elsewhere").mkdir()
     check(run_all([*COMMANDS, *NEEDS], tmp_path / "elsewhere", before="", python=base, PYTHONPATH=""))
-    course, environment = base.parent / "course", os.environ | {"PYTHONPATH": "", "RANK": "0", "WORLD_SIZE": "1",
-                                                                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    course, environment = (
+        base.parent / "course",
+        os.environ | {"PYTHONPATH": "", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+    )
     version = subprocess.run([course, "--version"], capture_output=True, text=True, timeout=240)
     assert version.returncode == 0 and version.stdout.strip() == PROJECT["version"]
     for tool, fault, code in (("meter", 0, 3), ("watch --seconds 1", 60, EXIT_HUNG)):
-        done = subprocess.run([course, *tool.split(), "--", base, "-c", TRAIN, str(fault)], env=environment,
-                              cwd=tmp_path, capture_output=True, text=True, timeout=400)
+        done = subprocess.run(
+            [course, *tool.split(), "--", base, "-c", TRAIN, str(fault)],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
         assert done.returncode == code, done.stderr
-        assert ("all_reduce  float32      1" in done.stdout) if code == 3 else "its last call was all_reduce #1" in \
-            done.stderr
+        assert (
+            ("all_reduce  float32      1" in done.stdout)
+            if code == 3
+            else "its last call was all_reduce #1" in done.stderr
+        )

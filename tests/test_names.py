@@ -35,7 +35,12 @@ def test_the_shortest_forms_share_names_with_the_full_ones_alone():
         if isinstance(node, ast.ClassDef):
             names[TEXTBOOK / "minimal" in path.parents].add(node.name)
     assert names[True] & names[False] == {
-        "Bucket", "ColumnParallelLinear", "FullyShardedDataParallel", "RowParallelLinear", "Zero1"}
+        "Bucket",
+        "ColumnParallelLinear",
+        "FullyShardedDataParallel",
+        "RowParallelLinear",
+        "Zero1",
+    }
 
 
 def names_of_values(folder):
@@ -47,8 +52,10 @@ def names_of_values(folder):
             yield path.relative_to(LIBRARY).as_posix(), node.lineno, node.arg
 
 
-@pytest.mark.parametrize(("room", "least"), [
-    ("parallel", 1200), ("training", 1200), ("launching", 300), ("metering", 350), ("hangs", 500), ("lessons", 1000)])
+@pytest.mark.parametrize(
+    ("room", "least"),
+    [("parallel", 1200), ("training", 1200), ("launching", 300), ("metering", 350), ("hangs", 500), ("lessons", 1000)],
+)
 def test_values_have_the_names_of_what_they_are(room, least):
     names = list(names_of_values(LIBRARY / room))
     assert len(names) > least

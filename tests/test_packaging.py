@@ -24,8 +24,18 @@ from course_lib import config_files
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 COURSE = "distributed-transformers-course"
-MISSION = ("torch", "transformers", "datasets", "accelerate", "deepspeed", "wandb", "evaluate", "jupyter", "nbconvert",
-           "papermill")
+MISSION = (
+    "torch",
+    "transformers",
+    "datasets",
+    "accelerate",
+    "deepspeed",
+    "wandb",
+    "evaluate",
+    "jupyter",
+    "nbconvert",
+    "papermill",
+)
 CUDA = ("nvidia-", "cuda-", "triton")  # torch's own, where there is a GPU; torch pins them
 
 
@@ -35,10 +45,14 @@ def read(path):
 
 PROJECT = tomllib.loads(read("pyproject.toml"))
 DECLARED = [Requirement(each) for each in PROJECT["project"]["dependencies"]]
-EXTRAS = {extra: [Requirement(each) for each in listed]
-          for extra, listed in PROJECT["project"]["optional-dependencies"].items()}
-PINS = {canonicalize_name(pin.name): pin
-        for pin in map(Requirement, re.findall(r"^[^#\s].*", read("constraints.txt"), re.M))}
+EXTRAS = {
+    extra: [Requirement(each) for each in listed]
+    for extra, listed in PROJECT["project"]["optional-dependencies"].items()
+}
+PINS = {
+    canonicalize_name(pin.name): pin
+    for pin in map(Requirement, re.findall(r"^[^#\s].*", read("constraints.txt"), re.M))
+}
 
 
 def pinned(name):
@@ -55,8 +69,9 @@ def run(command, **options):
 # --- requirements and pins
 
 
-ALL = list({str(each): each for listed in (DECLARED, *EXTRAS.values()) for each in listed
-            if each.name != COURSE}.values())
+ALL = list(
+    {str(each): each for listed in (DECLARED, *EXTRAS.values()) for each in listed if each.name != COURSE}.values()
+)
 
 
 @pytest.mark.parametrize("requirement", ALL, ids=str)
@@ -82,8 +97,9 @@ def test_all_is_every_extra_but_that_of_who_works_on_the_course():
 def test_what_is_installed_is_what_is_pinned():
     # Only what lies there for all: setuptools brings copies of its own, and puts them on sys.path when imported.
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    installed = {canonicalize_name(each.name): Version(each.version)
-                 for each in importlib.metadata.distributions(path=folders)}
+    installed = {
+        canonicalize_name(each.name): Version(each.version) for each in importlib.metadata.distributions(path=folders)
+    }
     common = installed.keys() & PINS.keys()
     wrong = {name: str(installed[name]) for name in common if Version(installed[name].public) != pinned(name)}
     assert len(common) > 100
@@ -107,11 +123,15 @@ def test_everything_that_the_course_pulls_in_is_pinned():
 
 def test_the_pins_install_on_the_oldest_python():
     oldest = PROJECT["project"]["requires-python"].removeprefix(">=") + ".0"
-    asked = {each.name: each.metadata["Requires-Python"] for each in importlib.metadata.distributions()
-             if canonicalize_name(each.name) in PINS and each.metadata["Requires-Python"]}
+    asked = {
+        each.name: each.metadata["Requires-Python"]
+        for each in importlib.metadata.distributions()
+        if canonicalize_name(each.name) in PINS and each.metadata["Requires-Python"]
+    }
     assert len(asked) > 100
-    assert not {name: asks for name, asks in asked.items() if oldest not in SpecifierSet(asks)}, \
+    assert not {name: asks for name, asks in asked.items() if oldest not in SpecifierSet(asks)}, (
         "name a bound in requirements/bounds.txt and run `make pins`"
+    )
 
 
 def test_minilm_is_held_to_one_hash():
@@ -157,8 +177,9 @@ def make_targets():
 def unknown_targets(markdown):
     """What fenced blocks and inline code of a page call with `make` that the Makefile does not have."""
     code = re.findall(r"```.*?```|`[^`\n]+`", markdown, re.S)
-    return {target for block in code for target in re.findall(r"(?:^|[`\s;&])make (?:-C \S+ )?([a-z][\w-]*)", block)
-            } - make_targets()
+    return {
+        target for block in code for target in re.findall(r"(?:^|[`\s;&])make (?:-C \S+ )?([a-z][\w-]*)", block)
+    } - make_targets()
 
 
 def test_an_unknown_make_target_is_seen():
@@ -214,9 +235,11 @@ def test_the_cpu_configuration_asks_for_two_processes_and_a_free_port():
 @pytest.mark.long
 def test_launches_by_the_cpu_configuration_do_not_collide(tmp_path):
     script = tmp_path / "ranks.py"
-    script.write_text("from accelerate import Accelerator\nhere = Accelerator()\n"
-                      "print(f'rank {here.process_index} of {here.num_processes} on {here.device.type}\\n', end='')\n"
-                      "here.wait_for_everyone()\nhere.end_training()\n")
+    script.write_text(
+        "from accelerate import Accelerator\nhere = Accelerator()\n"
+        "print(f'rank {here.process_index} of {here.num_processes} on {here.device.type}\\n', end='')\n"
+        "here.wait_for_everyone()\nhere.end_training()\n"
+    )
     command = [BIN / "accelerate", "launch", "--config_file", ROOT / "configs/accelerate/cpu2.yaml", script]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "TMPDIR": str(tmp_path)}
     both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -268,9 +291,18 @@ def test_no_library_code_uses_what_tests_do():
     # A plugin of pytest is imported by pytest alone.
     files = [path for path in (ROOT / "course_lib").rglob("*.py") if path.name != "pytest_plugin.py"]
     assert len(files) > 150
-    imports = {name.partition(".")[0]: path for path in files for node in ast.walk(ast.parse(path.read_text()))
-               for name in ([each.name for each in node.names] if isinstance(node, ast.Import) else
-                            [node.module or ""] if isinstance(node, ast.ImportFrom) else [])}
+    imports = {
+        name.partition(".")[0]: path
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in (
+            [each.name for each in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
     assert "torch" in imports and not {"unittest", "mock", "pytest"} & imports.keys()
 
 
@@ -294,17 +326,24 @@ def test_the_layers_hold(copy):
     assert "Contracts: 4 kept, 0 broken." in kept.stdout
 
 
-@pytest.mark.parametrize(("module", "line", "broken"), [
-    ("errors.py", "import course_lib.config", "Imports go downwards BROKEN"),
-    ("errors.py", "import course_lib.config", "No packages in a circle BROKEN"),
-    ("config.py", "import torch", "Configuration and planning do without torch BROKEN"),
-    ("parallel/zero.py", "import transformers", "course_lib.parallel may not import transformers"),
-    ("hangs/report.py", "import course_lib.config", "course_lib.hangs may not import course_lib.config"),
-    ("hangs/report.py", "import psutil", "course_lib.hangs may not import psutil: course_lib.hangs.report -> psutil"),
-    ("metering/clock.py", "import accelerate", "course_lib.metering may not import accelerate"),
-    ("launching/output.py", "import numpy", "Textbook and tools need torch alone BROKEN"),
-    ("stray.py", "", "course_lib.stray"),
-])
+@pytest.mark.parametrize(
+    ("module", "line", "broken"),
+    [
+        ("errors.py", "import course_lib.config", "Imports go downwards BROKEN"),
+        ("errors.py", "import course_lib.config", "No packages in a circle BROKEN"),
+        ("config.py", "import torch", "Configuration and planning do without torch BROKEN"),
+        ("parallel/zero.py", "import transformers", "course_lib.parallel may not import transformers"),
+        ("hangs/report.py", "import course_lib.config", "course_lib.hangs may not import course_lib.config"),
+        (
+            "hangs/report.py",
+            "import psutil",
+            "course_lib.hangs may not import psutil: course_lib.hangs.report -> psutil",
+        ),
+        ("metering/clock.py", "import accelerate", "course_lib.metering may not import accelerate"),
+        ("launching/output.py", "import numpy", "Textbook and tools need torch alone BROKEN"),
+        ("stray.py", "", "course_lib.stray"),
+    ],
+)
 def test_an_import_that_breaks_the_layers_is_seen(copy, module, line, broken):
     with open(copy / "course_lib" / module, "a", encoding="utf-8") as source:
         source.write(f"\n{line}\n")

@@ -6,10 +6,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "process-settings.md"
-ROOM = ("mallopt", "freeze", "replaced", "environment", "filterwarnings", "simplefilter", "setLevel", "setrlimit",
-        "sched_setscheduler", "set_start_method", "set_num_threads", "set_default_device", "set_default_dtype",
-        "set_float32_matmul_precision", "use_deterministic_algorithms", "set_debug_level_from_env", "set_verbosity",
-        "set_verbosity_error", "disable_progress_bar", "disable_progress_bars", "_set_pg_timeout", "redirect_output")
+ROOM = (
+    "mallopt",
+    "freeze",
+    "replaced",
+    "environment",
+    "filterwarnings",
+    "simplefilter",
+    "setLevel",
+    "setrlimit",
+    "sched_setscheduler",
+    "set_start_method",
+    "set_num_threads",
+    "set_default_device",
+    "set_default_dtype",
+    "set_float32_matmul_precision",
+    "use_deterministic_algorithms",
+    "set_debug_level_from_env",
+    "set_verbosity",
+    "set_verbosity_error",
+    "disable_progress_bar",
+    "disable_progress_bars",
+    "_set_pg_timeout",
+    "redirect_output",
+)
 """Functions that change something for the whole process, or for a while in another library."""
 
 OURS = ("replaced", "environment")
@@ -23,10 +43,13 @@ def changes(source: str) -> set[str]:
     class given to an object that is there, a forward given to a module, and names set in another module by ``vars``.
     """
     tree, found = ast.parse(source), set()
-    imported = {(alias.asname or alias.name).partition(".")[0] for node in ast.walk(tree)
-                if isinstance(node, ast.Import) or (
-                    isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("course_lib"))
-                for alias in node.names}
+    imported = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        or (isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("course_lib"))
+        for alias in node.names
+    }
     place = re.compile(rf"(?!self\b|cls\b)({'|'.join(map(re.escape, imported)) or '-'})\.")
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -42,10 +65,14 @@ def changes(source: str) -> set[str]:
                 found.add("os.environ")
             elif name == "setattr" and ast.unparse(node.args[0]) in imported | {"module"}:
                 found.add("setattr")
-        targets = node.targets if isinstance(node, (ast.Assign, ast.Delete)) else [
-            node.target] if isinstance(node, (ast.AugAssign, ast.AnnAssign)) else []
-        for target in (each for whole in targets
-                       for each in (whole.elts if isinstance(whole, ast.Tuple) else [whole])):
+        targets = (
+            node.targets
+            if isinstance(node, (ast.Assign, ast.Delete))
+            else [node.target]
+            if isinstance(node, (ast.AugAssign, ast.AnnAssign))
+            else []
+        )
+        for target in (each for whole in targets for each in (whole.elts if isinstance(whole, ast.Tuple) else [whole])):
             if not isinstance(target, (ast.Attribute, ast.Subscript)):
                 continue
             text = ast.unparse(target)
@@ -63,7 +90,7 @@ def changes(source: str) -> set[str]:
 
 
 def test_the_scan_sees_them():
-    code = '''
+    code = """
 import ctypes, gc, os, sys
 import torch, transformers
 from transformers import AttentionInterface
@@ -83,15 +110,28 @@ with replaced(torch, "x", 1):
     pass
 self.forward_count = 1
 job.environment({})
-'''
-    assert changes(code) == {"os.environ", "sys.excepthook", "mallopt", "AttentionInterface.register",
-                             "torch.nn.Dropout.forward", "__class__", "forward", "transformers.utils.x", "freeze",
-                             "set_num_threads", "replaced"}
+"""
+    assert changes(code) == {
+        "os.environ",
+        "sys.excepthook",
+        "mallopt",
+        "AttentionInterface.register",
+        "torch.nn.Dropout.forward",
+        "__class__",
+        "forward",
+        "transformers.utils.x",
+        "freeze",
+        "set_num_threads",
+        "replaced",
+    }
 
 
 def test_every_change_is_told():
-    found = {(path.relative_to(ROOT / "course_lib").as_posix(), change)
-             for path in (ROOT / "course_lib").rglob("*.py") for change in changes(path.read_text())}
+    found = {
+        (path.relative_to(ROOT / "course_lib").as_posix(), change)
+        for path in (ROOT / "course_lib").rglob("*.py")
+        for change in changes(path.read_text())
+    }
     rows = re.findall(r"^\| `(\S+\.py)` +((?:`\S+`(?:, )?)+) \|", PAGE.read_text(), re.M)
     told = {(file, change) for file, names in rows for change in re.findall(r"`(\S+?)`", names)}
     assert found - told == set(), "add them to docs/process-settings.md, or do without"

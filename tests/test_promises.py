@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-ROWS = [[cell.strip() for cell in line.strip("|\n").split(" | ")]
-        for line in (TESTS / "README.md").read_text(encoding="utf-8").splitlines() if line.startswith("| ")][1:]
+ROWS = [
+    [cell.strip() for cell in line.strip("|\n").split(" | ")]
+    for line in (TESTS / "README.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("| ")
+][1:]
 
 
 def named(row):
@@ -23,10 +26,16 @@ def test_the_table_has_rows_and_every_room():
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
 def test_what_guards_it_is_there_and_runs(row):
-    files = [file for name in named(row) for path in [TESTS / name]
-             for file in (path.rglob("test_*.py") if path.is_dir() else [path])]
+    files = [
+        file
+        for name in named(row)
+        for path in [TESTS / name]
+        for file in (path.rglob("test_*.py") if path.is_dir() else [path])
+    ]
     assert files and all(file.exists() for file in files)
     for name in named(row):
         texts = [file.read_text(encoding="utf-8") for file in files if str(TESTS / name).rstrip("/") in str(file)]
-        assert any(re.search(r"^def test_", text, re.M) and not re.search(r"^pytestmark = .*\blong\b", text, re.M)
-                   for text in texts), f"{name} has no test outside of `make long`"
+        assert any(
+            re.search(r"^def test_", text, re.M) and not re.search(r"^pytestmark = .*\blong\b", text, re.M)
+            for text in texts
+        ), f"{name} has no test outside of `make long`"

@@ -36,6 +36,7 @@ def sharded():
 @pytest.fixture
 def seen(ranks):
     """What a step of it does on two ranks."""
+
     def step(layer):
         layer(torch.ones(2, WIDTH)).sum().backward()
         return dist.get_rank(), layer.weight.grad.to_local().numel()
@@ -56,17 +57,26 @@ def test_what_an_engine_moves_and_in_what_order(seen):
 
 
 @needs(FSDP2_ON_CPUS)
-@pytest.mark.parametrize(("expectation", "said"), [
-    (lambda seen: assert_moved(seen, "all_gather", bytes=BYTES, calls=2),
-     f"rank 0: all_gather: bytes {2 * BYTES:,}, not {BYTES:,}. It issued: 2 x all_gather over world of float32, "
-     f"{2 * BYTES:,} bytes; 1 x reduce_scatter over world"),
-    (lambda seen: assert_moved(seen, "all_reduce"), "rank 0: all_reduce: none. It issued: 2 x all_gather"),
-    (lambda seen: assert_moved(seen[1:], "reduce_scatter", dtype=torch.bfloat16),
-     "rank 1: reduce_scatter of bfloat16: none"),
-    (lambda seen: assert_order(seen, "reduce_scatter", "all_gather"),
-     "rank 0: no all_gather at its place in the order reduce_scatter, all_gather. It issued, in this order: all_g"),
-    (lambda seen: assert_order(seen, "all_gather", "reduce_scatter", exactly=True), "rank 0: 3 calls, not 2"),
-])
+@pytest.mark.parametrize(
+    ("expectation", "said"),
+    [
+        (
+            lambda seen: assert_moved(seen, "all_gather", bytes=BYTES, calls=2),
+            f"rank 0: all_gather: bytes {2 * BYTES:,}, not {BYTES:,}. It issued: 2 x all_gather over world of float32, "
+            f"{2 * BYTES:,} bytes; 1 x reduce_scatter over world",
+        ),
+        (lambda seen: assert_moved(seen, "all_reduce"), "rank 0: all_reduce: none. It issued: 2 x all_gather"),
+        (
+            lambda seen: assert_moved(seen[1:], "reduce_scatter", dtype=torch.bfloat16),
+            "rank 1: reduce_scatter of bfloat16: none",
+        ),
+        (
+            lambda seen: assert_order(seen, "reduce_scatter", "all_gather"),
+            "rank 0: no all_gather at its place in the order reduce_scatter, all_gather. It issued, in this order: all_g",
+        ),
+        (lambda seen: assert_order(seen, "all_gather", "reduce_scatter", exactly=True), "rank 0: 3 calls, not 2"),
+    ],
+)
 def test_what_differs_is_told(seen, expectation, said):
     with pytest.raises(AssertionError, match="^" + re.escape(said)):
         expectation(seen)

@@ -19,27 +19,73 @@ from tests.lowest import ROOT
 
 pytestmark = pytest.mark.long
 
-BASE_TESTS = ("tests/attach", "tests/metering", "tests/audit/test_conditions.py", "tests/audit/test_finding.py",
-              "tests/audit/test_step.py", "tests/hangs/test_gpu_calls.py", "tests/hangs/test_job_watch.py",
-              "tests/hangs/test_sigterm_delay.py", "tests/test_pytest_plugin.py", "tests/test_replacing.py",
-              "tests/test_missing_extra.py::test_what_needs_the_base_alone_runs_and_what_needs_more_says_what")
+BASE_TESTS = (
+    "tests/attach",
+    "tests/metering",
+    "tests/audit/test_conditions.py",
+    "tests/audit/test_finding.py",
+    "tests/audit/test_step.py",
+    "tests/hangs/test_gpu_calls.py",
+    "tests/hangs/test_job_watch.py",
+    "tests/hangs/test_sigterm_delay.py",
+    "tests/test_pytest_plugin.py",
+    "tests/test_replacing.py",
+    "tests/test_missing_extra.py::test_what_needs_the_base_alone_runs_and_what_needs_more_says_what",
+)
 """Of watch, meter, audit, plan, schedule, and pytest's plugin: on scripts of strangers, and by the command line."""
 EXTRAS = ("train", "notebooks", "tracking", "sagemaker", "grading")
 LESSONS = ("01_basic_loop", "05_zero_stages", "07_pipeline_schedules", "11_wandb", "16_gradient_audit")
 """One of each part."""
-RUN = ("--model", "tiny-llama", "--task", "causal_lm", "--dataset", "tweets", "--max_length", "32", "--device", "cpu",
-       "--max_train_samples", "64", "--max_eval_samples", "16", "--batch_size", "4", "--mixed_precision", "no",
-       "--logging_steps", "1", "--eval_steps", "0", "--baselines", "false", "--progress_bar", "false", "--seed", "3",
-       "--num_processes", "2", "--save_steps", "2", "--keep_best", "false")
+RUN = (
+    "--model",
+    "tiny-llama",
+    "--task",
+    "causal_lm",
+    "--dataset",
+    "tweets",
+    "--max_length",
+    "32",
+    "--device",
+    "cpu",
+    "--max_train_samples",
+    "64",
+    "--max_eval_samples",
+    "16",
+    "--batch_size",
+    "4",
+    "--mixed_precision",
+    "no",
+    "--logging_steps",
+    "1",
+    "--eval_steps",
+    "0",
+    "--baselines",
+    "false",
+    "--progress_bar",
+    "false",
+    "--seed",
+    "3",
+    "--num_processes",
+    "2",
+    "--save_steps",
+    "2",
+    "--keep_best",
+    "false",
+)
 
 
 def above_the_lowest(environment, *extras):
     """What is installed in another version than the lower bound that the base or an extra declares."""
     installed = {canonicalize_name(name): version for name, version in environment.versions().items()}
-    bounds = {canonicalize_name(each.name): specifier.version for each in map(Requirement, lowest.declared(*extras))
-              for specifier in each.specifier if specifier.operator == ">="}
-    return {name: (installed[name], bound) for name, bound in bounds.items()
-            if Version(installed[name]) != Version(bound)}
+    bounds = {
+        canonicalize_name(each.name): specifier.version
+        for each in map(Requirement, lowest.declared(*extras))
+        for specifier in each.specifier
+        if specifier.operator == ">="
+    }
+    return {
+        name: (installed[name], bound) for name, bound in bounds.items() if Version(installed[name]) != Version(bound)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +121,12 @@ def test_data_and_trackers_of_the_lowest_versions(full):
 
 
 def test_jobs_and_grading_of_the_lowest_versions(full):
-    full.tests("tests/cloud/test_sagemaker.py", "tests/cloud/test_sagemaker_local.py", "tests/cloud/test_hub.py",
-               "tests/notebooks/test_12_sagemaker.py")
+    full.tests(
+        "tests/cloud/test_sagemaker.py",
+        "tests/cloud/test_sagemaker_local.py",
+        "tests/cloud/test_hub.py",
+        "tests/notebooks/test_12_sagemaker.py",
+    )
     checkout = lowest.Environment(full.python, ROOT)  # who grades has the solutions, which no wheel has
     checkout.tests("tests/grading/test_nbgrader.py", "tests/grading/test_sandbox.py")
 
@@ -102,8 +152,15 @@ def test_a_checkpoint_of_either_torch_goes_on_under_the_other(full, tmp_path, st
     for first, second, name in ((here, full, "newer-to-older"), (full, here, "older-to-newer")):
         folder = tmp_path / name
         train(first, folder, *pair, "--max_steps", "4")
-        resumed = train(second, tmp_path / f"{name}-resumed", *pair, "--max_steps", "4", "--resume_from_checkpoint",
-                        folder / "checkpoint-000002")
+        resumed = train(
+            second,
+            tmp_path / f"{name}-resumed",
+            *pair,
+            "--max_steps",
+            "4",
+            "--resume_from_checkpoint",
+            folder / "checkpoint-000002",
+        )
         assert resumed.keys() >= {3, 4}
         assert [resumed[step] for step in (3, 4)] == pytest.approx([whole[step] for step in (3, 4)], abs=2e-4)
 
@@ -111,9 +168,12 @@ def test_a_checkpoint_of_either_torch_goes_on_under_the_other(full, tmp_path, st
 def test_what_a_newer_version_brings_is_refused_with_its_number(full):
     for code, said in (
         ("import course_lib.lessons.experts_lab", "needs transformers 5.19, and 5.17.0 is installed"),
-        ("from course_lib.parallel.pipeline.schedules import make\n"
-         "from course_lib.parallel.torch_engines.pipeline import TorchPipeline\n"
-         "TorchPipeline(make('zbv', 2, 4), {}, None)", "or torch 2.12"),
+        (
+            "from course_lib.parallel.pipeline.schedules import make\n"
+            "from course_lib.parallel.torch_engines.pipeline import TorchPipeline\n"
+            "TorchPipeline(make('zbv', 2, 4), {}, None)",
+            "or torch 2.12",
+        ),
     ):
         done = full.run("-c", code)
         assert done.returncode and said in done.stderr.splitlines()[-1], done.stderr

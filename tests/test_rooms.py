@@ -127,8 +127,13 @@ def imports(then="", rooms=ALONE, also=()):
     assert "torch" in allowed
     assert not allowed & {"transformers", "accelerate", "datasets", "pydantic", "numpy", "psutil"}
     allowed |= set(also)
-    return subprocess.run([sys.executable, "-c", IMPORT_ALL.format(allowed=allowed, rooms=rooms, then=then)], cwd=ROOT,
-                          capture_output=True, text=True, timeout=480)
+    return subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL.format(allowed=allowed, rooms=rooms, then=then)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=480,
+    )
 
 
 def test_four_rooms_are_imported_where_there_is_torch_alone():
@@ -139,7 +144,10 @@ def test_four_rooms_are_imported_where_there_is_torch_alone():
 
 def test_and_they_work_there():
     # torch itself sends Python objects from rank to rank by way of NumPy, which it does not require.
-    done = imports(rooms=(), also=("numpy",), then="""
+    done = imports(
+        rooms=(),
+        also=("numpy",),
+        then="""
 import torch, torch.distributed as dist
 from course_lib.metering.meter import Meter
 from course_lib.parallel.ddp import DataParallel
@@ -150,7 +158,8 @@ with Meter(model) as meter:
     engine(torch.ones(1, 2)).sum().backward()
 print("gradient", model.bias.grad.tolist(), meter.table())
 dist.destroy_process_group()
-""")
+""",
+    )
     assert done.returncode == 0, done.stderr
     assert "gradient [1.0, 1.0]" in done.stdout and "all_reduce" in done.stdout
 
@@ -164,14 +173,14 @@ def test_another_room_is_refused_there():
 
 REPLACED = {
     ("launching/forks.py", "get_preparation_data"): "multiprocessing runs the caller's script again in each process, "
-                                                    "unasked",
+    "unasked",
     ("metering/storages.py", "resize_"): "no operator: no dispatch mode and no hook sees a storage resized",
     ("metering/allocation_log.py", "derive.__name__"): "DTensor works out shapes on tensors of global size, which are "
-                                                       "no memory",
+    "no memory",
     ("metering/collective_hooks.py", "name"): "Work.wait, coalescing and graph capture have no hook",
     ("planning/simulate.py", "find_packed_sequence_indices"): "looks at values, which fake tensors have not",
     ("planning/alone.py", "scaled_dot_product_attention"): "keeps the scores on CPUs where it draws a dropout, and on "
-                                                           "GPUs does not",
+    "GPUs does not",
     ("tracking/trackio_tracker.py", "_get_default_namespace"): "trackio asks the Hub for the user's name",
     ("training/unwrapping.py", "is_deepspeed_available"): "save_pretrained imports DeepSpeed to ask whether it wrapped",
 }
@@ -184,8 +193,12 @@ def test_what_is_replaced_is_a_librarys_and_is_listed():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "replaced":
                 name = node.args[1]
-                found.add((str(path.relative_to(LIBRARY)),
-                           name.value if isinstance(name, ast.Constant) else ast.unparse(name)))
+                found.add(
+                    (
+                        str(path.relative_to(LIBRARY)),
+                        name.value if isinstance(name, ast.Constant) else ast.unparse(name),
+                    )
+                )
     assert modules > 200
     assert found == set(REPLACED)
 
@@ -201,17 +214,25 @@ SHOWN = {
     "metering/recorder.py": "the line that a rank is in, for a recording",
     "metering/recording.py": "the source of what was recorded",
 }
-PLACES = re.compile(r"co_filename|f_lineno|co_firstlineno|tb_lineno|getsource|getsourcelines|linecache|getsourcefile|"
-                    r"inspect\.stack|currentframe")
+PLACES = re.compile(
+    r"co_filename|f_lineno|co_firstlineno|tb_lineno|getsource|getsourcelines|linecache|getsourcefile|"
+    r"inspect\.stack|currentframe"
+)
 
 
 def test_no_file_name_or_source_line_is_program_logic():
-    users = {str(path.relative_to(LIBRARY)) for path in LIBRARY.rglob("*.py")
-             if PLACES.search(path.read_text(encoding="utf-8"))}
+    users = {
+        str(path.relative_to(LIBRARY))
+        for path in LIBRARY.rglob("*.py")
+        if PLACES.search(path.read_text(encoding="utf-8"))
+    }
     assert users == set(SHOWN)
     # In a package that is zipped or frozen there is no __file__ to compare with: it only finds what lies beside it.
-    compared = [path for path in LIBRARY.rglob("*.py")
-                if re.search(r"__file__[^\n]*(==| in )|(==| in )[^\n]*__file__", path.read_text(encoding="utf-8"))]
+    compared = [
+        path
+        for path in LIBRARY.rglob("*.py")
+        if re.search(r"__file__[^\n]*(==| in )|(==| in )[^\n]*__file__", path.read_text(encoding="utf-8"))
+    ]
     assert compared == []
 
 
@@ -233,16 +254,23 @@ def test_each_function_that_the_architecture_names_is_there():
 def test_the_seven_files_of_the_walk_are_all_followed():
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     followed = set(re.findall(r"course_lib/((?:training|parallel)/[\w/]+\.py)\)", text))
-    assert followed >= {"training/trainer.py", "training/loss.py", "training/engines/from_scratch.py",
-                        "parallel/sharded_module.py", "parallel/sharded_unit.py", "parallel/zero3.py",
-                        "parallel/clipping.py"}
+    assert followed >= {
+        "training/trainer.py",
+        "training/loss.py",
+        "training/engines/from_scratch.py",
+        "parallel/sharded_module.py",
+        "parallel/sharded_unit.py",
+        "parallel/zero3.py",
+        "parallel/clipping.py",
+    }
 
 
 def test_the_picture_of_the_rooms_is_that_of_the_contract():
     assert rooms.PICTURE.read_text(encoding="utf-8") == rooms.drawing(), "run `python tools/rooms.py`"
     drawn = {room for row in rooms.layers() for room in row}
-    assert drawn == {path.stem for path in LIBRARY.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
-                     } - {"__init__"}
+    assert drawn == {
+        path.stem for path in LIBRARY.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
+    } - {"__init__"}
 
 
 def test_the_trees_are_true_to_the_folders():
@@ -251,8 +279,11 @@ def test_the_trees_are_true_to_the_folders():
     top = {line.partition("/")[0] + "/" for line in tracked.stdout.splitlines() if "/" in line and line[0] != "."}
     page = "docs/architecture.md"
     for wanted, told in ((packages, "parallel/"), (top, "Makefile")):
-        tree = next(block for block in re.findall(r"^```\w*\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.M | re.S)
-                    if "config" in block and told in block)
+        tree = next(
+            block
+            for block in re.findall(r"^```\w*\n(.*?)^```", (ROOT / page).read_text("utf-8"), re.M | re.S)
+            if "config" in block and told in block
+        )
         named = set(re.findall(r"\b(\w+/)(?=[\w/]*(?:[\s:;,)]|$))", tree))
         assert wanted - named == set(), f"{page} leaves them out"
         below = {f"{path.name}/" for path in LIBRARY.rglob("*") if path.is_dir()}

@@ -11,9 +11,27 @@ from course_lib.errors import ConfigError
 from course_lib.tracking.base import Guarded, RunInfo, Tracker, artifact_name
 from course_lib.training.callbacks.tracking import TrackingCallback
 
-NAMES = ["tweets", "my project", "a/b", "a\\b", "a#b", "a?b", "a%b", "a:b", "a" * 128, "a" * 129, "registry-x",
-         "x_system", "x.sys_configs", "model_artifacts", "_system", "数据", "données",
-         "x_run_artifact_links", "Registry-x"]
+NAMES = [
+    "tweets",
+    "my project",
+    "a/b",
+    "a\\b",
+    "a#b",
+    "a?b",
+    "a%b",
+    "a:b",
+    "a" * 128,
+    "a" * 129,
+    "registry-x",
+    "x_system",
+    "x.sys_configs",
+    "model_artifacts",
+    "_system",
+    "数据",
+    "données",
+    "x_run_artifact_links",
+    "Registry-x",
+]
 
 
 def refused(call):
@@ -29,26 +47,32 @@ def test_a_project_is_refused_where_the_library_refuses_it(name):
     import wandb
     from trackio.sqlite_storage import SQLiteStorage
 
-    theirs = {"wandb": lambda: wandb.Settings(project=name),
-              "trackio": lambda: SQLiteStorage.validate_project_name(name)}
+    theirs = {
+        "wandb": lambda: wandb.Settings(project=name),
+        "trackio": lambda: SQLiteStorage.validate_project_name(name),
+    }
     for tracker, theirs_ in theirs.items():
         ours = refused(lambda tracker=tracker: build({"tracker": tracker, "project": name}))
         assert ours == refused(theirs_), tracker
     assert not refused(lambda: build({"tracker": "jsonl,none", "project": name})), "files of our own take any name"
 
 
-@pytest.mark.parametrize(("leaves", "told"), [
-    ({"tracker": "wandb", "project": "team/proj"}, "name the team by WANDB_ENTITY=team .* give --project proj"),
-    ({"tracker": "jsonl,wandb", "project": "team/a#b"}, "give another --project"),
-    ({"tracker": "wandb", "project": ""}, "project is empty"),
-    ({"tracker": "trackio", "project": "registry-a"}, "trackio takes no project"),
-    ({"tracker": "wandb", "run_name": "x" * 129}, "of 129 characters: give --run_name one of up to 128"),
-    ({"tracker": "wandb", "output_dir": "runs/" + "x" * 129}, "takes no run_name"),
-    ({"tracker": "wandb", "run_group": "x" * 129}, "takes no run_group"),
-    ({"tracker": "tensorboard", "run_name": "../a"}, "it names a folder"),
-    ({"push_to_hub": "a/b/c"}, "is no name of a repository"), ({"push_to_hub": "a b"}, "is no name of a repository"),
-    ({"push_to_hub": "x" * 97}, "is no name of a repository"),
-])
+@pytest.mark.parametrize(
+    ("leaves", "told"),
+    [
+        ({"tracker": "wandb", "project": "team/proj"}, "name the team by WANDB_ENTITY=team .* give --project proj"),
+        ({"tracker": "jsonl,wandb", "project": "team/a#b"}, "give another --project"),
+        ({"tracker": "wandb", "project": ""}, "project is empty"),
+        ({"tracker": "trackio", "project": "registry-a"}, "trackio takes no project"),
+        ({"tracker": "wandb", "run_name": "x" * 129}, "of 129 characters: give --run_name one of up to 128"),
+        ({"tracker": "wandb", "output_dir": "runs/" + "x" * 129}, "takes no run_name"),
+        ({"tracker": "wandb", "run_group": "x" * 129}, "takes no run_group"),
+        ({"tracker": "tensorboard", "run_name": "../a"}, "it names a folder"),
+        ({"push_to_hub": "a/b/c"}, "is no name of a repository"),
+        ({"push_to_hub": "a b"}, "is no name of a repository"),
+        ({"push_to_hub": "x" * 97}, "is no name of a repository"),
+    ],
+)
 def test_the_line_says_what_to_give(leaves, told):
     with pytest.raises(ConfigError, match=told) as caught:
         build(leaves)
@@ -56,13 +80,25 @@ def test_the_line_says_what_to_give(leaves, told):
 
 
 def test_usual_names_are_taken():
-    build({"tracker": "wandb,trackio,tensorboard", "project": "my project", "run_name": "bert, 1e-4",
-           "run_group": "a/b", "push_to_hub": "owner/my.model-1"})
+    build(
+        {
+            "tracker": "wandb,trackio,tensorboard",
+            "project": "my project",
+            "run_name": "bert, 1e-4",
+            "run_group": "a/b",
+            "push_to_hub": "owner/my.model-1",
+        }
+    )
 
 
-@pytest.mark.parametrize(("name", "value", "told"), [
-    ("WANDB_TAGS", "good,", "tag of 0 characters"), ("WANDB_TAGS", "x" * 65, "tag of 65 characters"),
-    ("WANDB_MODE", "ofline", "WANDB_MODE is `ofline`")])
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("WANDB_TAGS", "good,", "tag of 0 characters"),
+        ("WANDB_TAGS", "x" * 65, "tag of 65 characters"),
+        ("WANDB_MODE", "ofline", "WANDB_MODE is `ofline`"),
+    ],
+)
 def test_settings_of_the_environment_are_looked_at_before_a_model_is_loaded(monkeypatch, tmp_path, name, value, told):
     (tmp_path / "keys").write_text(f"{name}={value}\n")
     monkeypatch.setenv(name, value)
@@ -103,9 +139,16 @@ def test_what_aws_takes():
     assert shapes.shape_for("TagKey").metadata["max"] == 128 and shapes.shape_for("TagValue").metadata["max"] == 256
     assert shapes.shape_for("TrainingEnvironmentValue").metadata["max"] == 512
     Account(ROLE, bucket="my-bucket.1", tags={"cost centre": "a/b:c=d@e"}, environment={"A_1": "x y"})
-    for wrong in ({"bucket": "s3://x"}, {"bucket": "A"}, {"tags": {"a": "b#c"}}, {"tags": {"aws:x": "1"}},
-                  {"tags": {"x" * 129: ""}}, {"environment": {"1A": "x"}}, {"environment": {"A": "x" * 513}},
-                  {"environment": {"a-b": "x"}}):
+    for wrong in (
+        {"bucket": "s3://x"},
+        {"bucket": "A"},
+        {"tags": {"a": "b#c"}},
+        {"tags": {"aws:x": "1"}},
+        {"tags": {"x" * 129: ""}},
+        {"environment": {"1A": "x"}},
+        {"environment": {"A": "x" * 513}},
+        {"environment": {"a-b": "x"}},
+    ):
         with pytest.raises(CloudError):
             Account(ROLE, **wrong)
 

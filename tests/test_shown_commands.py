@@ -22,13 +22,21 @@ def shown(path):
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
         text = "\n".join(c.source for c in nbformat.reads(text, as_version=4).cells if c.cell_type == "markdown")
-    lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.S)
-             for line in block.replace("\\\n", " ").splitlines()]
+    lines = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", text, re.S)
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
     return [(path.name, line) for line in lines if line.strip() and not line.startswith("#")]
 
 
-LINES = [each for path in sorted([*ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("exercises/*.ipynb"),
-                                  *ROOT.glob("*.md"), *ROOT.glob("*/*.md")]) for each in shown(path)]
+LINES = [
+    each
+    for path in sorted(
+        [*ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("exercises/*.ipynb"), *ROOT.glob("*.md"), *ROOT.glob("*/*.md")]
+    )
+    for each in shown(path)
+]
 
 
 def ours(words):
@@ -39,8 +47,11 @@ def ours(words):
     if program == "accelerate":
         assert rest[0] == "launch"
         started = launch_command_parser().parse_args(rest[1:])
-        assert started.config_file is None or started.config_file.startswith(MADE_BY_THE_READER) \
+        assert (
+            started.config_file is None
+            or started.config_file.startswith(MADE_BY_THE_READER)
             or (ROOT / started.config_file).exists()
+        )
     elif program == "torchrun":
         started = get_args_parser().parse_args(rest)
     else:

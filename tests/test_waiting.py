@@ -21,8 +21,10 @@ def started(code):
 
 def test_it_gives_what_the_condition_gave(tmp_path):
     file = tmp_path / "lines"
-    process = started(f"import time\nwith open({str(file)!r}, 'w') as out:\n print(1, file=out)\n"
-                      " print(2, file=out, flush=True)\n time.sleep(600)")
+    process = started(
+        f"import time\nwith open({str(file)!r}, 'w') as out:\n print(1, file=out)\n"
+        " print(2, file=out, flush=True)\n time.sleep(600)"
+    )
     assert until(has_lines(file, 2), process)
     process.kill()
     process.wait()
@@ -53,6 +55,7 @@ def test_who_stands_still_fails_and_who_computes_does_not(monkeypatch):
 @pytest.fixture
 def seconds_of(monkeypatch):
     """A function: what a clock says at each second, of one process with these accounts, on two cores."""
+
     def seconds(*accounts):
         now, seen = itertools.count(), iter(accounts)
         monkeypatch.setattr(own_time, "usable_cores", lambda: 2)
@@ -66,8 +69,9 @@ def seconds_of(monkeypatch):
 
 def test_time_in_which_a_process_waits_for_a_core_is_left_out(seconds_of):
     assert seconds_of((7.0, 9.0), (7.9, 9.0), (7.9, 9.0), (8.9, 9.0)) == [1.0, 1.1, 2.1, 2.1]
-    assert seconds_of((7.0, 9.0), (7.0, 9.0), (9.0, 9.0), (9.0, 9.0), (9.0, 9.0)) == [1.0, 2.0, 2.0, 2.0, 3.0], \
+    assert seconds_of((7.0, 9.0), (7.0, 9.0), (9.0, 9.0), (9.0, 9.0), (9.0, 9.0)) == [1.0, 2.0, 2.0, 2.0, 3.0], (
         "the kernel tells of a wait when it is over"
+    )
     assert seconds_of(None, None) == [1.0, 2.0], "where nobody can tell"
 
 

@@ -18,7 +18,10 @@ def test_a_log_is_cut_at_the_step_from_which_a_run_goes_on(tmp_path):
     lines.cut(3)
     lines.append({"step": 4})
     assert [json.loads(line) for line in lines.path.read_text(encoding="utf-8").splitlines()] == [
-        {"kind": "run"}, {"step": 2, "text": "ä"}, {"step": 4}]
+        {"kind": "run"},
+        {"step": 2, "text": "ä"},
+        {"step": 4},
+    ]
 
 
 def test_a_part_of_a_page_is_made_anew_and_nothing_around_it(tmp_path):

@@ -39,10 +39,12 @@ class VirtualTime:
 
     def distributed(self):
         """In the place of torch.distributed: a rank that comes early to a collective waits for the last one."""
+
         def met(name):
             def call(*args, **kwargs):
                 self.meet()
                 return getattr(dist, name)(*args, **kwargs)
+
             return call
 
         return SimpleNamespace(**(vars(dist) | {name: met(name) for name in ("all_reduce", "barrier")}))
@@ -56,8 +58,11 @@ class VirtualTime:
         hand_over, take = P2PChannel.hand_over, P2PChannel.take
 
         def with_its_time(channel, user, tensors):
-            hand_over(channel, user, tuple(torch.full_like(tensor, self.now).requires_grad_(tensor.requires_grad)
-                                           for tensor in tensors))
+            hand_over(
+                channel,
+                user,
+                tuple(torch.full_like(tensor, self.now).requires_grad_(tensor.requires_grad) for tensor in tensors),
+            )
 
         def not_before_it_was_sent(channel, user):
             tensors = take(channel, user)

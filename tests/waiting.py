@@ -32,7 +32,7 @@ def until(condition, *processes, what="it", files=(), told=str):
             raise AssertionError(f"{ended[0]} ended before {what}\n{told()}")
         if value:
             break
-        below = [each for process in processes or [psutil.Process()] for each in tree(process)][not processes:]
+        below = [each for process in processes or [psutil.Process()] for each in tree(process)][not processes :]
         now = sum(map(cpu_seconds, below)) + sum(map(size, files))
         if moved is None or not moved <= now < moved + 1:
             moved, moved_at = now, clock.seconds

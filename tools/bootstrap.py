@@ -33,19 +33,39 @@ OLDEST = (3, 11)
 EXTRAS = ("dev", "book", "all")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/"
 
-AT_START = ("torch", "transformers", "sympy", "mpmath", "accelerate", "datasets", "numpy", "pandas",
-            "scipy", "sklearn", "deepspeed", "pyarrow", "huggingface_hub", "boto3", "botocore", "pydantic")
+AT_START = (
+    "torch",
+    "transformers",
+    "sympy",
+    "mpmath",
+    "accelerate",
+    "datasets",
+    "numpy",
+    "pandas",
+    "scipy",
+    "sklearn",
+    "deepspeed",
+    "pyarrow",
+    "huggingface_hub",
+    "boto3",
+    "botocore",
+    "pydantic",
+)
 NOT_AT_START = r"/tests?/|/transformers/models/(?!auto|bert|gpt2|llama)\w+/|/torch/(testing|_inductor)/"
 
 # What pip or uv says, and what to do about it; the first that matches.
 ADVICE = (
     (r"No space left on device", "free some disk: the CPU set-up takes about 3.5 GB, the CUDA one about 9 GB"),
     (r"DO NOT MATCH THE HASHES", "a package is not the one that was pinned: do not install it; try another mirror"),
-    (r"NewConnectionError|NameResolutionError|ConnectTimeout|ProxyError|Could not fetch URL|Read timed out|"
-     r"Failed to fetch|error sending request",
-     "no package index answers: check the network and proxy, or name a mirror with `pip config set global.index-url`"),
-    (r"No matching distribution|requires a different Python|No solution found",
-     "the pinned packages do not all exist for this Python and system: try `make setup PYTHON=python3.11`"),
+    (
+        r"NewConnectionError|NameResolutionError|ConnectTimeout|ProxyError|Could not fetch URL|Read timed out|"
+        r"Failed to fetch|error sending request",
+        "no package index answers: check the network and proxy, or name a mirror with `pip config set global.index-url`",
+    ),
+    (
+        r"No matching distribution|requires a different Python|No solution found",
+        "the pinned packages do not all exist for this Python and system: try `make setup PYTHON=python3.11`",
+    ),
 )
 
 PINS_HEADER = """\
@@ -70,8 +90,15 @@ def phase(label: str, command: list, **env: str) -> None:
     started, live = time.monotonic(), sys.stdout.isatty()
     tail: collections.deque = collections.deque(maxlen=40)
     print(f"  {label} ... ", end="", flush=True)
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1", **env}, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace") as process:
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        errors="replace",
+    ) as process:
         for line in process.stdout or ():
             tail.append(line)
             if live and line.startswith(("Collecting", "Building", "Installing")):
@@ -83,8 +110,10 @@ def phase(label: str, command: list, **env: str) -> None:
         said = "".join(tail)
         print(f"failed\n\n{said}", flush=True)
         advice = (advice for pattern, advice in ADVICE if re.search(pattern, said))
-        raise SetupError(f"{label}: failed with exit code {process.returncode}; the last lines are above",
-                         next(advice, "mend what they name, then run the same command again"))
+        raise SetupError(
+            f"{label}: failed with exit code {process.returncode}; the last lines are above",
+            next(advice, "mend what they name, then run the same command again"),
+        )
     print(f"{time.monotonic() - started:.1f} s", flush=True)
 
 
@@ -129,16 +158,41 @@ def pip_config(venv: Path) -> dict:
 def uv_command(venv: Path, verb: str, constraints: str) -> tuple:
     """The start of uv's command line that installs, or compiles, as pip is configured to, and its environment."""
     known = pip_config(venv)
-    options = [part for key, option in (("index-url", "--index-url"), ("extra-index-url", "--extra-index-url"),
-                                        ("find-links", "--find-links"), ("trusted-host", "--allow-insecure-host"))
-               for value in known.get(key, "").split() for part in (option, value)]
+    options = [
+        part
+        for key, option in (
+            ("index-url", "--index-url"),
+            ("extra-index-url", "--extra-index-url"),
+            ("find-links", "--find-links"),
+            ("trusted-host", "--allow-insecure-host"),
+        )
+        for value in known.get(key, "").split()
+        for part in (option, value)
+    ]
     env = {"SSL_CERT_FILE": known["cert"]} if "cert" in known else {}
     if "proxy" in known:
         env |= {"HTTPS_PROXY": known["proxy"], "HTTP_PROXY": known["proxy"]}
     # As pip does: the best version of all indexes, not the first index that has the package.
-    return ([python_of(venv), "-m", "uv", "pip", verb, "--python", python_of(venv), "--no-progress",
-             "--index-strategy", "unsafe-best-match", "-c", constraints, "-b", constraints, *options],
-            {"DS_BUILD_OPS": "0", **env})
+    return (
+        [
+            python_of(venv),
+            "-m",
+            "uv",
+            "pip",
+            verb,
+            "--python",
+            python_of(venv),
+            "--no-progress",
+            "--index-strategy",
+            "unsafe-best-match",
+            "-c",
+            constraints,
+            "-b",
+            constraints,
+            *options,
+        ],
+        {"DS_BUILD_OPS": "0", **env},
+    )
 
 
 def build_of_torch() -> tuple:
@@ -190,8 +244,12 @@ def requirements() -> list:
 def wanted_stamp() -> dict:
     """What a finished set-up leaves in .venv; scripts in there hold its path, so the folder is part of it."""
     inputs = b"".join((ROOT / name).read_bytes() for name in INPUTS)
-    return {"python": "{}.{}".format(*sys.version_info), "folder": str(ROOT),
-            "inputs": hashlib.sha256(inputs).hexdigest(), "finished": True}
+    return {
+        "python": "{}.{}".format(*sys.version_info),
+        "folder": str(ROOT),
+        "inputs": hashlib.sha256(inputs).hexdigest(),
+        "finished": True,
+    }
 
 
 def found_stamp() -> dict:
@@ -228,8 +286,11 @@ def setup() -> None:
 def bring_up_to_date(found: dict, wanted: dict) -> None:
     """Install into .venv, and stamp it only when all of it is there."""
     started = time.monotonic()
-    usable = (found.get("finished") and os.path.exists(python_of(VENV))
-              and all(found[key] == wanted[key] for key in ("python", "folder")))
+    usable = (
+        found.get("finished")
+        and os.path.exists(python_of(VENV))
+        and all(found[key] == wanted[key] for key in ("python", "folder"))
+    )
     if VENV.exists() and not found:
         check_usable()
         usable = True
@@ -241,9 +302,11 @@ def bring_up_to_date(found: dict, wanted: dict) -> None:
         make_venv(VENV)
     install(VENV, "constraints.txt")
     # Of what every start imports. Files that hold newer syntax than this Python's fail, which is no matter.
-    compile_all = ("import compileall, pathlib, re; "
-                   f"[compileall.compile_dir(each / name, quiet=2, workers=0, rx=re.compile({NOT_AT_START!r})) "
-                   f"for each in pathlib.Path('.venv/lib').glob('*/site-packages') for name in {AT_START}]")
+    compile_all = (
+        "import compileall, pathlib, re; "
+        f"[compileall.compile_dir(each / name, quiet=2, workers=0, rx=re.compile({NOT_AT_START!r})) "
+        f"for each in pathlib.Path('.venv/lib').glob('*/site-packages') for name in {AT_START}]"
+    )
     phase("byte code", [python_of(VENV), "-c", compile_all])
     fetch_for_the_book()
     write_stamp(wanted)
@@ -266,8 +329,10 @@ def check_usable() -> None:
     except OSError:
         version = ""
     if version != wanted_stamp()["python"]:
-        raise SetupError(f"{VENV.name} was not made by `make setup` and holds {version or 'no'} Python with pip",
-                         f"move it away or remove it (rm -rf {VENV.name}), then run the same command again")
+        raise SetupError(
+            f"{VENV.name} was not made by `make setup` and holds {version or 'no'} Python with pip",
+            f"move it away or remove it (rm -rf {VENV.name}), then run the same command again",
+        )
 
 
 def pins() -> None:
@@ -279,9 +344,21 @@ def pins() -> None:
         builders.write_text("setuptools\nwheel\nuv\n", encoding="utf-8")  # what builds and installs packages
         command, settings = uv_command(venv, "compile", "requirements/bounds.txt")
         build, index = build_of_torch()
-        phase(f"the newest versions, torch {build}",
-              [*command, *index, "pyproject.toml", str(builders), *(f"--extra={extra}" for extra in EXTRAS),
-               "--no-header", "--no-annotate", "-o", str(resolved)], **settings)
+        phase(
+            f"the newest versions, torch {build}",
+            [
+                *command,
+                *index,
+                "pyproject.toml",
+                str(builders),
+                *(f"--extra={extra}" for extra in EXTRAS),
+                "--no-header",
+                "--no-annotate",
+                "-o",
+                str(resolved),
+            ],
+            **settings,
+        )
         listed = resolved.read_text(encoding="utf-8")
     path = ROOT / "constraints.txt"
     beside = path.with_suffix(".new")
@@ -327,11 +404,15 @@ def check_python() -> None:
             path = shutil.which(name)
             if path and subprocess.call([path, "-c", "import ensurepip"], stderr=subprocess.DEVNULL) == 0:
                 os.execv(path, [path, *sys.argv])
-        raise SetupError(f"Python 3.11 or later is needed, and {sys.executable} is {sys.version.split()[0]}",
-                         "install one (python.org, apt, brew or conda), then: make setup PYTHON=/path/to/python3.11")
+        raise SetupError(
+            f"Python 3.11 or later is needed, and {sys.executable} is {sys.version.split()[0]}",
+            "install one (python.org, apt, brew or conda), then: make setup PYTHON=/path/to/python3.11",
+        )
     if not importlib.util.find_spec("ensurepip"):
-        raise SetupError(f"{sys.executable} cannot make virtual environments: its module ensurepip is missing",
-                         "on Debian and Ubuntu: sudo apt install python3-venv; then run the same command again")
+        raise SetupError(
+            f"{sys.executable} cannot make virtual environments: its module ensurepip is missing",
+            "on Debian and Ubuntu: sudo apt install python3-venv; then run the same command again",
+        )
 
 
 def main() -> int:

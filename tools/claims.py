@@ -43,8 +43,11 @@ class Claim:
         if squeezed(self.says) not in page:
             return f"no cell says “{self.says}”: if the sentence has changed, look whether `{self.holds}` still fits"
         names = {node.id for node in ast.walk(ast.parse(self.holds, mode="eval")) if isinstance(node, ast.Name)}
-        bound = {node.id for node in ast.walk(ast.parse(self.holds, mode="eval"))
-                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        bound = {
+            node.id
+            for node in ast.walk(ast.parse(self.holds, mode="eval"))
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
         known = FUNCTIONS | {"near": near, "inf": math.inf} | values
         if unknown := sorted(names - bound - set(known)):
             return f"“{self.says}” rests on {', '.join(unknown)}, which no cell records"

@@ -1,6 +1,6 @@
 """Make exercises/ anew from the masters in solutions/, as they are committed.
 
-    python tools/exercises.py
+python tools/exercises.py
 """
 
 import sys

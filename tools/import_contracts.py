@@ -22,9 +22,14 @@ class OnlyContract(Contract):
         """Whether they keep to it, and each chain of imports by which they do not."""
         sources: Any = self.source_modules
         allowed = {*sources, *self.allowed_modules, *sys.stdlib_module_names}  # type: ignore[misc]
-        chains = {source: [graph.find_shortest_chain(source, found, as_packages=True) for found in sorted(
-            graph.find_upstream_modules(source, as_package=True)) if not _is_below(found, allowed)]
-            for source in sorted(sources)}
+        chains = {
+            source: [
+                graph.find_shortest_chain(source, found, as_packages=True)
+                for found in sorted(graph.find_upstream_modules(source, as_package=True))
+                if not _is_below(found, allowed)
+            ]
+            for source in sorted(sources)
+        }
         return ContractCheck(kept=not any(chains.values()), metadata={"chains": chains})
 
     def render_broken_contract(self, check: ContractCheck) -> None:

@@ -31,13 +31,13 @@ ABOUT = {
     "raw_sha256": RAW_SHA256,
     "licence": "MIT, see LICENSE-vaderSentiment.txt",
     "citation": "C.J. Hutto and E. Gilbert, VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social "
-                "Media Text, ICWSM 2014",
+    "Media Text, ICWSM 2014",
     "labels": f"mean of at least 20 human ratings from -4 to 4: negative at {-THRESHOLD} or less, positive at "
-              f"{THRESHOLD} or more, neutral between",
+    f"{THRESHOLD} or more, neutral between",
     "rows": "HTML entities unescaped, white space folded; ids in left_out_ids.txt left out (profanity, slurs, sexual "
-            "or self-harm content); of texts that differ only in case, spacing or punctuation, the first is kept",
+    "or self-harm content); of texts that differ only in case, spacing or punctuation, the first is kept",
     "splits": f"in each class, ordered by the SHA-256 of '{SEED}:id': the first {TEST_SHARE:.0%} are test, the next "
-              f"{VALIDATION_SHARE:.0%} validation, the rest train",
+    f"{VALIDATION_SHARE:.0%} validation, the rest train",
 }
 
 
@@ -73,8 +73,10 @@ def split_tweets(rows: Iterable[tuple[int, str, str]]) -> list[Tweet]:
     """The rows with the split of each, ordered by split and id."""
     tweets, rows = [], list(rows)
     for label in LABEL_NAMES:
-        members = sorted((row for row in rows if row[1] == label),
-                         key=lambda row: hashlib.sha256(f"{SEED}:{row[0]}".encode()).digest())
+        members = sorted(
+            (row for row in rows if row[1] == label),
+            key=lambda row: hashlib.sha256(f"{SEED}:{row[0]}".encode()).digest(),
+        )
         test = round(TEST_SHARE * len(members))
         validation = test + round(VALIDATION_SHARE * len(members))
         for position, row in enumerate(members):
@@ -108,8 +110,11 @@ def make(raw_folder: Path, folder: Path = FOLDER) -> dict[str, Counter[str]]:
     tweets = split_tweets(rated(raw.decode("utf-8"), left_out))
     table = to_csv(tweets)
     counts = {split: Counter(tweet.label for tweet in tweets if tweet.split == split) for split in SPLITS}
-    described = {**ABOUT, "counts": {split: {label: counts[split][label] for label in LABEL_NAMES} for split in SPLITS},
-                 "sha256": hashlib.sha256(table.encode("utf-8")).hexdigest()}
+    described = {
+        **ABOUT,
+        "counts": {split: {label: counts[split][label] for label in LABEL_NAMES} for split in SPLITS},
+        "sha256": hashlib.sha256(table.encode("utf-8")).hexdigest(),
+    }
     write_text(folder / "tweets.csv", table)
     write_text(folder / "tweets.json", json.dumps(described, indent=2) + "\n")
     return counts

@@ -40,8 +40,9 @@ def refresh(path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         done = Path(folder) / path.name
         os.environ["COURSE_ANSWERS"] = str(Path(folder) / "nobodys_answers.json")
-        papermill.execute_notebook(str(path), str(done), cwd=str(path.parent), progress_bar=False,
-                                   kernel_name="python3")
+        papermill.execute_notebook(
+            str(path), str(done), cwd=str(path.parent), progress_bar=False, kernel_name="python3"
+        )
         failures = claims.untrue(done)
         text = clean(done)
     size = len(text.encode())
@@ -77,8 +78,9 @@ def picture(path: Path) -> bytes:
     """The PNG that stands for a lesson."""
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     cells.sort(key=lambda cell: "picture" not in cell.metadata.get("tags", []))
-    figures = [output.data["image/png"] for cell in cells for output in cell.outputs
-               if "image/png" in output.get("data", {})]
+    figures = [
+        output.data["image/png"] for cell in cells for output in cell.outputs if "image/png" in output.get("data", {})
+    ]
     if not figures:
         raise SystemExit(f"{path} has no PNG figure")
     return base64.b64decode(figures[0])
@@ -103,8 +105,9 @@ def clean(path: Path) -> str:
             if "text/html" in output.get("data", {}):
                 output.data.pop("text/latex", None)
                 # A table's own style says what every page that shows it says already.
-                output.data["text/html"] = re.sub(r"<style scoped>.*?</style>\n", "", output.data["text/html"],
-                                                  flags=re.DOTALL)
+                output.data["text/html"] = re.sub(
+                    r"<style scoped>.*?</style>\n", "", output.data["text/html"], flags=re.DOTALL
+                )
     text = nbformat.writes(notebook) + "\n"
     return text.replace(str(ROOT), "<course>").replace(str(Path.home()), "~")
 
@@ -119,8 +122,10 @@ def without_widgets(output: nbformat.NotebookNode, name: str) -> None:
     data.pop("application/vnd.jupyter.widget-view+json", None)
     written = r"\w+\((children|value|options|description|layout)="
     if set(data) == {"text/plain"} and re.match(written, data["text/plain"]):
-        raise SystemExit(f"{name} shows a widget without a picture beside it, {data['text/plain'][:40]}…: "
-                         "use course_lib.lessons.notebook.show_widget")
+        raise SystemExit(
+            f"{name} shows a widget without a picture beside it, {data['text/plain'][:40]}…: "
+            "use course_lib.lessons.notebook.show_widget"
+        )
 
 
 def smaller(png: bytes) -> bytes:

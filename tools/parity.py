@@ -1,6 +1,6 @@
 """Run the parity matrix and put its table into docs/strategies.md, between the markers.
 
-    python tools/parity.py
+python tools/parity.py
 """
 
 import tempfile
@@ -23,16 +23,22 @@ def table(cells: Iterable[parity.Cell]) -> str:
         rows.setdefault((cell.strategy, cell.engine), {})[cell.world_size] = shown if cell.agrees else f"**{shown}**"
     head = "| strategy | engine | " + " | ".join(f"{n} rank{'s' * (n > 1)}" for n in parity.WORLD_SIZES) + " |"
     lines = [head, "|---" * (2 + len(parity.WORLD_SIZES)) + "|"]
-    lines += [f"| {strategy} | {engine} | " + " | ".join(by_size.get(n, "–") for n in parity.WORLD_SIZES) + " |"
-              for (strategy, engine), by_size in rows.items()]
+    lines += [
+        f"| {strategy} | {engine} | " + " | ".join(by_size.get(n, "–") for n in parity.WORLD_SIZES) + " |"
+        for (strategy, engine), by_size in rows.items()
+    ]
     return "\n".join(lines)
 
 
 def main() -> None:
     """Measure all cells and rewrite the page's table."""
     with tempfile.TemporaryDirectory() as folder:
-        cells = (parity.matrix(Path(folder) / "whole") + parity.tensor_matrix(Path(folder) / "split")
-                 + parity.context_matrix(Path(folder) / "context") + parity.experts_matrix(Path(folder) / "experts"))
+        cells = (
+            parity.matrix(Path(folder) / "whole")
+            + parity.tensor_matrix(Path(folder) / "split")
+            + parity.context_matrix(Path(folder) / "context")
+            + parity.experts_matrix(Path(folder) / "experts")
+        )
     order = [*parity.PAIRS, *parity.TENSOR, *parity.CONTEXT, *parity.EXPERTS]
     cells.sort(key=lambda cell: (order.index((cell.strategy, cell.engine)), cell.world_size))
     agreeing = sum(cell.agrees for cell in cells)

@@ -1,6 +1,6 @@
 """Fill in what README.md states in figures, from the tables that measured it.
 
-    python tools/readme.py
+python tools/readme.py
 """
 
 import re
@@ -53,9 +53,12 @@ def ratio(table: str, row: str, head: str) -> str:
 
 def rows() -> list[tuple[str, str, str, str]]:
     """What is measured, beside what, ours as a multiple of it, and the table."""
+
     def speed(row: str) -> str:
-        return ", ".join(ratio("trainers-speed", f"{trainer}, {row}", "ratio, median of pairs (min–max)")
-                         for trainer in ("BasicTrainer", "AcceleratedTrainer"))
+        return ", ".join(
+            ratio("trainers-speed", f"{trainer}, {row}", "ratio, median of pairs (min–max)")
+            for trainer in ("BasicTrainer", "AcceleratedTrainer")
+        )
 
     def strategy(*names: str) -> str:
         return ", ".join(ratio("data-parallel-cpu", f"{name} | scratch", "speed against the peer") for name in names)
@@ -70,18 +73,38 @@ def rows() -> list[tuple[str, str, str, str]]:
     transformers = "Hugging Face Trainer"
     return [
         ("samples/s at identical settings: basic, accelerated", transformers, speed("identical"), "trainers-speed"),
-        ("samples/s at the defaults of each, in bf16, fast kernels", transformers, speed("defaults, fast kernels"),
-         "trainers-speed"),
-        ("held-out accuracy at these defaults, three seeds", f"{transformers}: {mean(transformers)}",
-         mean("AcceleratedTrainer, defaults (fast kernels)"), "trainers-accuracy"),
-        ("speed of data parallelism from scratch", "torch's DistributedDataParallel", strategy("ddp"),
-         "data-parallel-cpu"),
+        (
+            "samples/s at the defaults of each, in bf16, fast kernels",
+            transformers,
+            speed("defaults, fast kernels"),
+            "trainers-speed",
+        ),
+        (
+            "held-out accuracy at these defaults, three seeds",
+            f"{transformers}: {mean(transformers)}",
+            mean("AcceleratedTrainer, defaults (fast kernels)"),
+            "trainers-accuracy",
+        ),
+        (
+            "speed of data parallelism from scratch",
+            "torch's DistributedDataParallel",
+            strategy("ddp"),
+            "data-parallel-cpu",
+        ),
         ("speed of ZeRO-1, 2, 3 from scratch", "DeepSpeed", strategy("zero1", "zero2", "zero3"), "data-parallel-cpu"),
         ("speed of FSDP from scratch", "torch's FSDP2", strategy("fsdp"), "data-parallel-cpu"),
-        (f"step time of the pipeline executor, {len(schedules)} schedules", "torch's schedule runtime",
-         f"{min(schedules):.2f} to {max(schedules):.2f} ×", "pipeline-cpu"),
-        ("speed of ring attention, contiguous and zigzag", "torch's ring, flash kernel",
-         attention("ring", "ring, zigzag"), "context"),
+        (
+            f"step time of the pipeline executor, {len(schedules)} schedules",
+            "torch's schedule runtime",
+            f"{min(schedules):.2f} to {max(schedules):.2f} ×",
+            "pipeline-cpu",
+        ),
+        (
+            "speed of ring attention, contiguous and zigzag",
+            "torch's ring, flash kernel",
+            attention("ring", "ring, zigzag"),
+            "context",
+        ),
         ("speed of Ulysses", "DeepSpeed's", attention("Ulysses"), "context"),
     ]
 

@@ -162,8 +162,7 @@ def expert_step(tokens: Tensor, chosen: Tensor, weights: Tensor, experts: nn.Mod
     """Tokens to their experts, through them, and back; `experts` are this rank's."""
     dispatch = expert_dispatch.plan(chosen, all_experts)
     copies = dispatch.to_experts(tokens)
-    outputs = torch.cat([expert(rows) for expert, rows in
-                         zip(experts, copies.split(dispatch.per_expert), strict=True)])
+    outputs = torch.cat([expert(rows) for expert, rows in zip(experts, copies.split(dispatch.per_expert), strict=True)])
     result = dispatch.to_tokens(outputs, weights)
     result.square().mean().backward()
     return result
@@ -198,86 +197,165 @@ def fault(function: Callable[[Path], Any]) -> Callable[[], Play]:
 
 SCENES = {
     "02_data_parallel": Scene(
-        "Data parallelism, naive", "Each rank computes the gradient of its own rows; only then it is sent, one "
+        "Data parallelism, naive",
+        "Each rank computes the gradient of its own rows; only then it is sent, one "
         "all-reduce for each parameter. The first of them waits for the slowest rank.",
-        prepare_data_parallel, (data_parallel.train_step, data_parallel.average_gradients),
-        ("inputs", "loss", "parameter.shape", "parameter.grad"), 3,
-        {"F": ["loss = loss_function(module(inputs)"], "B": ["loss.backward()"], "O": ["optimizer.step()"]}),
+        prepare_data_parallel,
+        (data_parallel.train_step, data_parallel.average_gradients),
+        ("inputs", "loss", "parameter.shape", "parameter.grad"),
+        3,
+        {"F": ["loss = loss_function(module(inputs)"], "B": ["loss.backward()"], "O": ["optimizer.step()"]},
+    ),
     "05_zero1": Scene(
-        "ZeRO stage 1: reduce-scatter, update, all-gather", "Each rank gets the mean gradient of its own slice, "
-        "updates that slice, and receives the others'.",
-        prepare_zero1, (zero1.train_step, zero1.Zero1.step),
-        ("loss", "self.gradients", "local_gradient", "self.local_shard", "self.weights"), 4,
-        {"F": ["loss = loss_function("], "B": ["loss.backward()"], "O": ["self.optimizer.step()"]}),
+        "ZeRO stage 1: reduce-scatter, update, all-gather",
+        "Each rank gets the mean gradient of its own slice, updates that slice, and receives the others'.",
+        prepare_zero1,
+        (zero1.train_step, zero1.Zero1.step),
+        ("loss", "self.gradients", "local_gradient", "self.local_shard", "self.weights"),
+        4,
+        {"F": ["loss = loss_function("], "B": ["loss.backward()"], "O": ["self.optimizer.step()"]},
+    ),
     "06_fsdp": Scene(
-        "FSDP: gather before use, free after use", "The line of memory rises where a unit's weights are gathered "
+        "FSDP: gather before use, free after use",
+        "The line of memory rises where a unit's weights are gathered "
         "and falls where they are freed, forward and again backward.",
-        prepare_fsdp, (fsdp.train_step, fsdp.Unit.gather, fsdp.Unit.free, fsdp.Unit.after_forward,
-                       fsdp.Unit.gradient_arrived),
-        ("loss", "self.weights", "self.shard", "self.missing", "local_gradient"), 2,
-        {"F": ["loss = loss_function("], "B": ["loss.backward()"], "O": ["engine.optimizer.step()"]}),
+        prepare_fsdp,
+        (fsdp.train_step, fsdp.Unit.gather, fsdp.Unit.free, fsdp.Unit.after_forward, fsdp.Unit.gradient_arrived),
+        ("loss", "self.weights", "self.shard", "self.missing", "local_gradient"),
+        2,
+        {"F": ["loss = loss_function("], "B": ["loss.backward()"], "O": ["engine.optimizer.step()"]},
+    ),
     "07_one_f_one_b": Scene(
-        "A pipeline by 1F1B", "After a warm-up each rank goes forward and backward in turn; activations go down "
+        "A pipeline by 1F1B",
+        "After a warm-up each rank goes forward and backward in turn; activations go down "
         "the ranks, gradients up. Where a rank waits is the bubble.",
-        prepare_one_f_one_b, (one_f_one_b.OneFOneB.step, one_f_one_b.OneFOneB.exchange, gpipe.GPipe.forward,
-                              gpipe.GPipe.backward, gpipe.GPipe.send, gpipe.GPipe.receive),
-        ("i", "self.held", "output", "gradient", "input_gradient"), 4,
-        {"F": ["output = self.stage(x)", "output = self.loss_function("], "B": ["output.backward(gradient)"]}),
+        prepare_one_f_one_b,
+        (
+            one_f_one_b.OneFOneB.step,
+            one_f_one_b.OneFOneB.exchange,
+            gpipe.GPipe.forward,
+            gpipe.GPipe.backward,
+            gpipe.GPipe.send,
+            gpipe.GPipe.receive,
+        ),
+        ("i", "self.held", "output", "gradient", "input_gradient"),
+        4,
+        {"F": ["output = self.stage(x)", "output = self.loss_function("], "B": ["output.backward(gradient)"]},
+    ),
     "08_tensor_parallel": Scene(
-        "Two layers, cut by columns and by rows", "Both ranks see the same rows. A pair of layers costs one all-reduce "
+        "Two layers, cut by columns and by rows",
+        "Both ranks see the same rows. A pair of layers costs one all-reduce "
         "forward and one backward, and nobody computes meanwhile.",
-        prepare_tensor_parallel, (tensor_parallel.train_step, tensor_parallel.ColumnParallelLinear.forward,
-                                  tensor_parallel.RowParallelLinear.forward, tensor_parallel.CopyToRanks.backward,
-                                  tensor_parallel.SumOverRanks.forward),
-        ("loss", "x", "y", "z", "gradient"), 2,
-        {"F": ["loss = loss_function(", "return F.linear(", "return SumOverRanks.apply("], "B": ["loss.backward()"],
-         "O": ["optimizer.step()"]}),
+        prepare_tensor_parallel,
+        (
+            tensor_parallel.train_step,
+            tensor_parallel.ColumnParallelLinear.forward,
+            tensor_parallel.RowParallelLinear.forward,
+            tensor_parallel.CopyToRanks.backward,
+            tensor_parallel.SumOverRanks.forward,
+        ),
+        ("loss", "x", "y", "z", "gradient"),
+        2,
+        {
+            "F": ["loss = loss_function(", "return F.linear(", "return SumOverRanks.apply("],
+            "B": ["loss.backward()"],
+            "O": ["optimizer.step()"],
+        },
+    ),
     "14_ring_attention": Scene(
-        "Ring attention under a causal mask", "Keys and values go round; the next block sets out before this one is "
+        "Ring attention under a causal mask",
+        "Keys and values go round; the next block sets out before this one is "
         "computed with. The first rank sees least, and the last one works longest.",
-        prepare_ring_attention, (ring_step, ring_attention._RingAttention.forward,
-                                 ring_attention._RingAttention.backward, ring_attention.Ring.pass_on,
-                                 ring_attention.Coming.arrived),
-        ("step", "owner", "block", "share"), 4,
-        {"F": ["attention.add(block[0]"], "B": ["share = gradients.add("]}),
+        prepare_ring_attention,
+        (
+            ring_step,
+            ring_attention._RingAttention.forward,
+            ring_attention._RingAttention.backward,
+            ring_attention.Ring.pass_on,
+            ring_attention.Coming.arrived,
+        ),
+        ("step", "owner", "block", "share"),
+        4,
+        {"F": ["attention.add(block[0]"], "B": ["share = gradients.add("]},
+    ),
     "15_experts": Scene(
-        "Tokens to their experts and back", "An uneven all-to-all: the first rank's experts get more tokens than the "
+        "Tokens to their experts and back",
+        "An uneven all-to-all: the first rank's experts get more tokens than the "
         "others', and everybody waits for them on the way back.",
-        prepare_experts, (expert_step, expert_dispatch.plan, expert_dispatch.Dispatch.to_experts,
-                          expert_dispatch.Dispatch.to_tokens, expert_dispatch._moved),
-        ("tokens", "sent", "received", "copies", "outputs", "moved"), 4,
-        {"F": ["outputs = torch.cat(["], "B": ["result.square().mean().backward()"]}),
+        prepare_experts,
+        (
+            expert_step,
+            expert_dispatch.plan,
+            expert_dispatch.Dispatch.to_experts,
+            expert_dispatch.Dispatch.to_tokens,
+            expert_dispatch._moved,
+        ),
+        ("tokens", "sent", "received", "copies", "outputs", "moved"),
+        4,
+        {"F": ["outputs = torch.cat(["], "B": ["result.square().mean().backward()"]},
+    ),
     "10_leaves_the_loop": Scene(
-        "A rank leaves the loop", "Rank 1 has one batch less, and returns. The others' next sum never ends.",
-        fault(scenarios.shorter_loader), (scenarios.shorter_loader,), ("steps", "batch", "gradient"), 3, timeout=3.0),
+        "A rank leaves the loop",
+        "Rank 1 has one batch less, and returns. The others' next sum never ends.",
+        fault(scenarios.shorter_loader),
+        (scenarios.shorter_loader,),
+        ("steps", "batch", "gradient"),
+        3,
+        timeout=3.0,
+    ),
     "10_mismatched_collectives": Scene(
-        "Collectives that do not fit together", "Rank 1 calls broadcast where the others call all_reduce. Each waits "
-        "in its own call.",
-        fault(scenarios.mismatched_collectives), (scenarios.mismatched_collectives,), ("norm",), 3, timeout=3.0),
+        "Collectives that do not fit together",
+        "Rank 1 calls broadcast where the others call all_reduce. Each waits in its own call.",
+        fault(scenarios.mismatched_collectives),
+        (scenarios.mismatched_collectives,),
+        ("norm",),
+        3,
+        timeout=3.0,
+    ),
     "10_deadlocked_pipeline": Scene(
-        "Both send first", "Neighbours send to each other, and would receive afterwards. No send ends before somebody "
-        "receives.",
-        fault(scenarios.deadlocked_pipeline), (scenarios.deadlocked_pipeline,),
-        ("rank", "neighbours", "neighbour", "received"), 3, timeout=3.0),
+        "Both send first",
+        "Neighbours send to each other, and would receive afterwards. No send ends before somebody receives.",
+        fault(scenarios.deadlocked_pipeline),
+        (scenarios.deadlocked_pipeline,),
+        ("rank", "neighbours", "neighbour", "received"),
+        3,
+        timeout=3.0,
+    ),
     "10_exception": Scene(
-        "An exception on one rank", "Rank 1 has no memory for its long batch. The others wait for its part of "
+        "An exception on one rank",
+        "Rank 1 has no memory for its long batch. The others wait for its part of "
         "the sum until the launcher ends them.",
-        fault(numerical_faults.out_of_memory), (numerical_faults.out_of_memory,), ("activations", "total"), 3),
+        fault(numerical_faults.out_of_memory),
+        (numerical_faults.out_of_memory,),
+        ("activations", "total"),
+        3,
+    ),
     "10_straggler": Scene(
-        "A rank that is slow", "Rank 1 has all the long texts; sleeping stands for work. The others' steps are as "
+        "A rank that is slow",
+        "Rank 1 has all the long texts; sleeping stands for work. The others' steps are as "
         "long as its own, and only here it can be seen who waits for whom.",
-        fault(numerical_faults.straggler), (numerical_faults._timed_steps,), ("texts", "total"), 3,
-        {"C": ["time.sleep("]}),
+        fault(numerical_faults.straggler),
+        (numerical_faults._timed_steps,),
+        ("texts", "total"),
+        3,
+        {"C": ["time.sleep("]},
+    ),
 }
 
 
 def made(name: str) -> dict[str, Any]:
     """Record a scene on real ranks."""
     scene = SCENES[name]
-    entry = recording.record(scene.prepare, scene.functions, variables=scene.variables, num_processes=scene.ranks,
-                             timeout=scene.timeout)
-    return {"name": name, "title": scene.title, "says": scene.says, "torch": torch.__version__,
-            "paint": painted(scene, entry["code"])} | entry
+    entry = recording.record(
+        scene.prepare, scene.functions, variables=scene.variables, num_processes=scene.ranks, timeout=scene.timeout
+    )
+    return {
+        "name": name,
+        "title": scene.title,
+        "says": scene.says,
+        "torch": torch.__version__,
+        "paint": painted(scene, entry["code"]),
+    } | entry
 
 
 def painted(scene: Scene, code: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
@@ -289,8 +367,12 @@ def painted(scene: Scene, code: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     lines = []
     for kind, beginnings in scene.paint.items():
         for beginning in beginnings:
-            of_it = [[place, part["first"] + at, kind] for place, part in enumerate(code)
-                     for at, line in enumerate(part["lines"]) if line.strip().startswith(beginning)]
+            of_it = [
+                [place, part["first"] + at, kind]
+                for place, part in enumerate(code)
+                for at, line in enumerate(part["lines"])
+                if line.strip().startswith(beginning)
+            ]
             if not of_it:
                 raise ValueError(f"no line of {scene.title!r} begins with {beginning!r}")
             lines += of_it
@@ -302,8 +384,11 @@ def refresh(name: str) -> None:
     entry = made(name)
     size = recording.write(entry, FOLDER / f"{name}.json")
     events = sum(len(rank["lines"]) + len(rank["calls"]) for rank in entry["ranks"])
-    print(f"{name}: {len(entry['ranks'])} ranks, {events} lines and calls, {entry['until'] / 1000:.1f} ms, "
-          f"{size / 1000:.0f} kB", flush=True)
+    print(
+        f"{name}: {len(entry['ranks'])} ranks, {events} lines and calls, {entry['until'] / 1000:.1f} ms, "
+        f"{size / 1000:.0f} kB",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

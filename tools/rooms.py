@@ -1,6 +1,6 @@
 """Draws the rooms of course_lib from the import contract in pyproject.toml, into docs/pictures/rooms.svg.
 
-    python tools/rooms.py
+python tools/rooms.py
 """
 
 import ast
@@ -55,8 +55,10 @@ def drawing() -> str:
         for place, (room, lines) in enumerate(zip(rooms, captions, strict=True)):
             left = MARGIN + place * (width + GAP)
             fill = ALONE if room in torch_alone else OTHER
-            parts.append(f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{height}" rx="4" fill="{fill}" '
-                         f'stroke="{EDGE}"/>')
+            parts.append(
+                f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{height}" rx="4" fill="{fill}" '
+                f'stroke="{EDGE}"/>'
+            )
             parts.append(_text(left + 10, top + 18, room, 13, INK, weight="bold"))
             parts += [_text(left + 10, top + 35 + 14 * number, line, 11, FAINT) for number, line in enumerate(lines)]
         top += height + GAP
@@ -64,14 +66,15 @@ def drawing() -> str:
     says = "needs torch alone: can be used without the rest of the course"
     parts.append(_text(MARGIN + 20, top + 12, says, 11, FAINT))
     height = top + 12 + MARGIN
-    head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-            'font-family="DejaVu Sans, Helvetica, Arial, sans-serif">')
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="DejaVu Sans, Helvetica, Arial, sans-serif">'
+    )
     return "\n".join([head, f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>', *parts, "</svg>"]) + "\n"
 
 
 def _text(x: float, y: float, text: str, size: int, colour: str, weight: str = "normal") -> str:
-    return (f'<text x="{x:.1f}" y="{y}" font-size="{size}" fill="{colour}" font-weight="{weight}">{escape(text)}'
-            "</text>")
+    return f'<text x="{x:.1f}" y="{y}" font-size="{size}" fill="{colour}" font-weight="{weight}">{escape(text)}</text>'
 
 
 def _wrapped(text: str, width: float) -> list[str]:

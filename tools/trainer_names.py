@@ -1,6 +1,6 @@
 """Write docs/trainer-names.md: every argument of the Hugging Face Trainer, and what it is here.
 
-    python tools/trainer_names.py
+python tools/trainer_names.py
 """
 
 import dataclasses
@@ -14,18 +14,23 @@ from course_lib.config_files import ALIASES
 from course_lib.writing import write_text
 
 PAGE = Path(__file__).parents[1] / "docs" / "trainer-names.md"
-OWN_VALUES = {"eval_strategy": "`eval_steps`: no is 0, epoch is none",
-              "save_strategy": "`save_steps`, likewise; not best",
-              "bf16": "`mixed_precision bf16`", "fp16": "`mixed_precision fp16`",
-              "max_steps": "the same; -1 is none", "tf32": "the same; true is on, false off",
-              "warmup_steps": "the same; below 1 it is `warmup_ratio`",
-              "metric_for_best_model": "`best_metric`: loss, accuracy, macro_f1, perplexity, with or without eval_",
-              "push_to_hub": "the repository's name; true takes that of `hub_model_id`",
-              "hub_model_id": "`push_to_hub NAME`, beside `push_to_hub true`",
-              "greater_is_better": "taken where it is so for the metric",
-              "lr_scheduler_type": "`lr_scheduler`; not reduce_lr_on_plateau and greedy",
-              "logging_steps": "the same; whole numbers", "eval_steps": "the same; whole numbers",
-              "save_steps": "the same; whole numbers"}
+OWN_VALUES = {
+    "eval_strategy": "`eval_steps`: no is 0, epoch is none",
+    "save_strategy": "`save_steps`, likewise; not best",
+    "bf16": "`mixed_precision bf16`",
+    "fp16": "`mixed_precision fp16`",
+    "max_steps": "the same; -1 is none",
+    "tf32": "the same; true is on, false off",
+    "warmup_steps": "the same; below 1 it is `warmup_ratio`",
+    "metric_for_best_model": "`best_metric`: loss, accuracy, macro_f1, perplexity, with or without eval_",
+    "push_to_hub": "the repository's name; true takes that of `hub_model_id`",
+    "hub_model_id": "`push_to_hub NAME`, beside `push_to_hub true`",
+    "greater_is_better": "taken where it is so for the metric",
+    "lr_scheduler_type": "`lr_scheduler`; not reduce_lr_on_plateau and greedy",
+    "logging_steps": "the same; whole numbers",
+    "eval_steps": "the same; whole numbers",
+    "save_steps": "the same; whole numbers",
+}
 
 
 def row(field: str) -> tuple[str, str]:
@@ -54,18 +59,32 @@ def page() -> str:
     table = rows()
     counts = {kind: sum(found == kind for found, _ in table.values()) for kind in ("works", "as", "always", "not")}
     lines = [f"| `{field}` | {kind} | {text} |" for field, (kind, text) in table.items()]
-    return "\n".join([
-        "# The Hugging Face Trainer's arguments here", "",
-        "Made by `python tools/trainer_names.py` from `course_lib/config_trainer_names.py`; a test holds it to the "
-        "code.", "",
-        f"Of the {len(table)} fields of `transformers.TrainingArguments` (version 5.23) {counts['works']} have the "
-        f"same name and meaning, {counts['as']} are taken as another field or value, {counts['always']} are taken with "
-        f"the one value that always holds here, and {counts['not']} are refused in a line that says what to use. They "
-        "work on the command line and in YAML files. Defaults are this project's own.", "",
-        "| argument | | here |", "|---|---|---|", *lines, ""])
+    return "\n".join(
+        [
+            "# The Hugging Face Trainer's arguments here",
+            "",
+            "Made by `python tools/trainer_names.py` from `course_lib/config_trainer_names.py`; a test holds it to the "
+            "code.",
+            "",
+            f"Of the {len(table)} fields of `transformers.TrainingArguments` (version 5.23) {counts['works']} have the "
+            f"same name and meaning, {counts['as']} are taken as another field or value, {counts['always']} are taken with "
+            f"the one value that always holds here, and {counts['not']} are refused in a line that says what to use. They "
+            "work on the command line and in YAML files. Defaults are this project's own.",
+            "",
+            "| argument | | here |",
+            "|---|---|---|",
+            *lines,
+            "",
+        ]
+    )
 
 
 if __name__ == "__main__":
     write_text(PAGE, page())
-    print(PAGE.name, {kind: sum(found == kind for found, _ in rows().values())
-                      for kind in ("works", "as", "always", "not", "unknown")})
+    print(
+        PAGE.name,
+        {
+            kind: sum(found == kind for found, _ in rows().values())
+            for kind in ("works", "as", "always", "not", "unknown")
+        },
+    )

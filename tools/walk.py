@@ -42,9 +42,11 @@ def main() -> None:
     calls = walk(chosen.strategy, chosen.engine)
     files = opened(calls)
     followed = {file: names for file, names in files.items() if file not in BESIDE}
-    print(f"one step of {chosen.strategy} by {chosen.engine}: {len(followed)} files to open, "
-          f"{len(files) - len(followed)} beside them, {len({file for file, _ in calls})} passed through, "
-          f"{switches(calls)} switches between files, {len(calls)} calls")
+    print(
+        f"one step of {chosen.strategy} by {chosen.engine}: {len(followed)} files to open, "
+        f"{len(files) - len(followed)} beside them, {len({file for file, _ in calls})} passed through, "
+        f"{switches(calls)} switches between files, {len(calls)} calls"
+    )
     for file, names in followed.items():
         print(f"  {file}: {', '.join(names)}")
     for file in files:
@@ -55,10 +57,22 @@ def main() -> None:
 def walk(strategy: str, engine: str) -> list[tuple[str, str]]:
     """The calls of one step on rank 0, as file in course_lib and line-free name of the function, in order."""
     with tempfile.TemporaryDirectory() as folder:
-        config = {"dataset": "tweets", "model": "tiny-bert", "max_train_samples": 32, "max_eval_samples": 8,
-                  "batch_size": 2, "max_steps": 2, "eval_steps": 0, "save_steps": 0, "strategy": strategy,
-                  "engine": engine, "cpu_kernels": "torch", "progress_bar": False, "device": "cpu",
-                  "output_dir": folder}
+        config = {
+            "dataset": "tweets",
+            "model": "tiny-bert",
+            "max_train_samples": 32,
+            "max_eval_samples": 8,
+            "batch_size": 2,
+            "max_steps": 2,
+            "eval_steps": 0,
+            "save_steps": 0,
+            "strategy": strategy,
+            "engine": engine,
+            "cpu_kernels": "torch",
+            "progress_bar": False,
+            "device": "cpu",
+            "output_dir": folder,
+        }
         return launch(_second_step, config, num_processes=2, timeout=240, device="cpu")[0]
 
 
@@ -116,7 +130,7 @@ def statements(file: str) -> dict[str, int]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef):
                 name = inside + child.name
-                body = child.body[ast.get_docstring(child) is not None:]
+                body = child.body[ast.get_docstring(child) is not None :]
                 counts[name] = sum(isinstance(each, ast.stmt) for stmt in body for each in ast.walk(stmt))
                 look(child, f"{name}.<locals>.")
             else:

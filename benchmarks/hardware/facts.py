@@ -15,8 +15,16 @@ from course_lib.errors import CourseError
 from course_lib.launching import gpus
 from course_lib.missing_extra import require_torch
 
-QUERY = ("index", "name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "pcie.link.gen.max",
-         "pcie.link.width.max")
+QUERY = (
+    "index",
+    "name",
+    "driver_version",
+    "memory.total",
+    "power.limit",
+    "clocks.max.sm",
+    "pcie.link.gen.max",
+    "pcie.link.width.max",
+)
 
 
 def probe() -> dict[str, object]:
@@ -44,8 +52,13 @@ def probe() -> dict[str, object]:
     except CourseError as error:
         return {"gpus": count, "unusable": str(error)}
     properties = [torch.cuda.get_device_properties(index) for index in range(count)]
-    return {"gpus": count, "name": properties[0].name, "memory": min(each.total_memory for each in properties),
-            "bf16": torch.cuda.is_bf16_supported(including_emulation=False), "simulated": "gpu_sim" in sys.modules}
+    return {
+        "gpus": count,
+        "name": properties[0].name,
+        "memory": min(each.total_memory for each in properties),
+        "bf16": torch.cuda.is_bf16_supported(including_emulation=False),
+        "simulated": "gpu_sim" in sys.modules,
+    }
 
 
 def run(settings: Settings, findings: Findings) -> None:
@@ -60,14 +73,23 @@ def run(settings: Settings, findings: Findings) -> None:
     facts.row("torch", f"{torch.__version__}, CUDA {torch.version.cuda}, HIP {torch.version.hip}, NCCL {nccl}")
     facts.row("triton", machine.version("triton") or "absent")
     facts.row("engines", ", ".join(f"{name} {version}" for name, version in here.engines.items()))
-    chosen = [f"{name}={value}" for name, value in sorted(os.environ.items())
-              if name.startswith(("NCCL_", "CUDA_", "TORCH_NCCL", "PYTORCH_", "OMP_")) and name not in ENVIRONMENT]
+    chosen = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("NCCL_", "CUDA_", "TORCH_NCCL", "PYTORCH_", "OMP_")) and name not in ENVIRONMENT
+    ]
     facts.row("variables", ", ".join(chosen) or "none")
     devices = findings.table("GPU", "name", "memory (GiB)", "of it free", "compute capability", "bf16 in hardware")
     for index, gpu in enumerate(here.gpus):
         free = torch.cuda.mem_get_info(index)[0]
-        devices.row(index, gpu.name, f"{gpu.memory_bytes / 2**30:.1f}", f"{free / 2**30:.1f}", gpu.capability,
-                    machine.native_bf16("cuda"))
+        devices.row(
+            index,
+            gpu.name,
+            f"{gpu.memory_bytes / 2**30:.1f}",
+            f"{free / 2**30:.1f}",
+            gpu.capability,
+            machine.native_bf16("cuda"),
+        )
     if len(here.gpus) != settings.gpus:
         findings.fail("GPUs", f"{settings.gpus} were counted at first, and {len(here.gpus)} now")
     with findings.trying("a sum on every GPU"):

@@ -41,7 +41,11 @@ def skips() -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    "sleeps": sleeps, "is stopped": is_stopped, "is killed": is_killed, "leaves out a collective": skips}
+    "sleeps": sleeps,
+    "is stopped": is_stopped,
+    "is killed": is_killed,
+    "leaves out a collective": skips,
+}
 
 
 def on_rank(fault: str, is_async: bool, folder: Path) -> None:
@@ -82,11 +86,14 @@ def blamed(fault: str, is_async: bool, ranks: int, folder: Path) -> tuple[set[in
 def run(settings: Settings, findings: Findings) -> None:
     """Every fault with synchronous and asynchronous collectives; the culprit has to be named, alone."""
     if settings.gpus < 2:
-        findings.leave_out("all of it", "there is one GPU, and NCCL gives each rank one of its own: a rank alone "
-                                        "waits for nobody")
+        findings.leave_out(
+            "all of it", "there is one GPU, and NCCL gives each rank one of its own: a rank alone waits for nobody"
+        )
         return
-    findings.note(f"{settings.gpus} ranks, one all-reduce per step; rank {CULPRIT} comes to harm before that of step "
-                  f"{STEP}. The watchdog's reports, {PATIENCE:g} s later, have to name rank {CULPRIT} and no other.")
+    findings.note(
+        f"{settings.gpus} ranks, one all-reduce per step; rank {CULPRIT} comes to harm before that of step "
+        f"{STEP}. The watchdog's reports, {PATIENCE:g} s later, have to name rank {CULPRIT} and no other."
+    )
     table = findings.table("rank 1", "collectives", "named", "reports", "the report's words", "result")
     for fault in FAULTS:
         for is_async in (False, True):
@@ -97,5 +104,11 @@ def run(settings: Settings, findings: Findings) -> None:
                 named, reports, words = blamed(fault, is_async, settings.gpus, folder)
                 if named != {CULPRIT}:
                     raise AssertionError(f"the reports name {sorted(named) or 'nobody'}: {words}")
-            table.row(fault, kind, ", ".join(f"rank {rank}" for rank in sorted(named)) or "nobody", reports, words,
-                      attempt.word)
+            table.row(
+                fault,
+                kind,
+                ", ".join(f"rank {rank}" for rank in sorted(named)) or "nobody",
+                reports,
+                words,
+                attempt.word,
+            )

@@ -9,13 +9,27 @@ import nbformat
 from benchmarks.hardware.findings import Findings, Settings, failed, first_line
 from benchmarks.hardware.processes import ROOT
 
-DEVICE = {"00_start_here": ("cuda", 2), "01_basic_loop": ("cuda", 1), "02_data_parallel": ("auto", 2),
-          "03_accelerate": ("auto", 2), "04_distributed_evaluation": ("auto", 2), "05_zero_stages": ("cuda", 4),
-          "06_fsdp": ("auto", 2), "07_pipeline_schedules": ("cuda", 2), "08_tensor_and_hybrid": ("auto", 2),
-          "09_plan_and_simulate": ("cuda", 2), "11_wandb": ("cuda", 2), "12_sagemaker": ("cuda", 2),
-          "13_capstone": ("cuda", 2), "14_long_contexts": ("cuda", 2), "15_experts": ("cuda", 2),
-          "16_gradient_audit": ("cuda", 2), "17_where_the_time_goes": ("cuda", 2),
-          "18_talking_less": ("cuda", 2), "19_too_large_to_fine_tune": ("cuda", 2)}
+DEVICE = {
+    "00_start_here": ("cuda", 2),
+    "01_basic_loop": ("cuda", 1),
+    "02_data_parallel": ("auto", 2),
+    "03_accelerate": ("auto", 2),
+    "04_distributed_evaluation": ("auto", 2),
+    "05_zero_stages": ("cuda", 4),
+    "06_fsdp": ("auto", 2),
+    "07_pipeline_schedules": ("cuda", 2),
+    "08_tensor_and_hybrid": ("auto", 2),
+    "09_plan_and_simulate": ("cuda", 2),
+    "11_wandb": ("cuda", 2),
+    "12_sagemaker": ("cuda", 2),
+    "13_capstone": ("cuda", 2),
+    "14_long_contexts": ("cuda", 2),
+    "15_experts": ("cuda", 2),
+    "16_gradient_audit": ("cuda", 2),
+    "17_where_the_time_goes": ("cuda", 2),
+    "18_talking_less": ("cuda", 2),
+    "19_too_large_to_fine_tune": ("cuda", 2),
+}
 """The value of each lesson's parameter ``device`` where there are so many GPUs, which its other parameters ask for."""
 ALONE = ("01_basic_loop", "09_plan_and_simulate")
 """Quick ones on one GPU: one that uses it, and one whose ranks are on the CPU of a machine that has one."""
@@ -41,8 +55,12 @@ def run(settings: Settings, findings: Findings) -> None:
         if gpus and settings.gpus >= gpus:
             parameters["device"] = device
         with findings.trying(f"lesson {name}") as attempt:
-            _execute(ROOT / "notebooks" / f"{name}.ipynb", parameters, settings.room("lessons") / name,
-                     SECONDS * (5 if settings.full else 1))
+            _execute(
+                ROOT / "notebooks" / f"{name}.ipynb",
+                parameters,
+                settings.room("lessons") / name,
+                SECONDS * (5 if settings.full else 1),
+            )
         shown = ", ".join(f"{key} = {value}" for key, value in parameters.items()) or "its own"
         table.row(name, shown, f"{attempt.seconds:.0f}", attempt.word)
     if settings.tiny:
@@ -52,15 +70,18 @@ def run(settings: Settings, findings: Findings) -> None:
         table.row("(a notebook of one cell)", "device = cuda", f"{attempt.seconds:.0f}", attempt.word)
     if rest := [name for name in everything if name not in chosen]:
         findings.leave_out(", ".join(rest), "`--full` runs all lessons")
-    findings.note("A lesson whose parameters do not name a device starts its ranks on the CPU, on this machine with "
-                  "GPUs.")
+    findings.note(
+        "A lesson whose parameters do not name a device starts its ranks on the CPU, on this machine with GPUs."
+    )
 
 
 def _one_cell(folder: Path) -> Path:
     """A notebook that adds on its device, in the place of a lesson, which takes half a minute."""
     folder.mkdir(parents=True)
-    cells = [nbformat.v4.new_code_cell("device = 'cpu'", metadata={"tags": ["parameters"]}),
-             nbformat.v4.new_code_cell("import torch\nassert torch.ones(3, device=device).sum().item() == 3")]
+    cells = [
+        nbformat.v4.new_code_cell("device = 'cpu'", metadata={"tags": ["parameters"]}),
+        nbformat.v4.new_code_cell("import torch\nassert torch.ones(3, device=device).sum().item() == 3"),
+    ]
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), folder / "one.ipynb")
     return folder / "one.ipynb"
@@ -70,8 +91,19 @@ def _execute(notebook: Path, parameters: dict[str, object], folder: Path, second
     """Papermill, as a user calls it."""
     folder.mkdir(parents=True, exist_ok=True)
     options = [text for key, value in parameters.items() for text in ("-p", key, str(value))]
-    command = [sys.executable, "-m", "papermill", str(notebook), str(folder / "done.ipynb"),
-               *options, "--cwd", str(folder), "--no-progress-bar", "-k", "python3"]
+    command = [
+        sys.executable,
+        "-m",
+        "papermill",
+        str(notebook),
+        str(folder / "done.ipynb"),
+        *options,
+        "--cwd",
+        str(folder),
+        "--no-progress-bar",
+        "-k",
+        "python3",
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     print(ended.stdout, ended.stderr)
     if ended.returncode:

@@ -68,8 +68,12 @@ def runs(settings: Settings, subject: Subject) -> list[tuple[str, str, str, bool
     if not settings.tiny:
         found += [("ddp", "torch", low, True), ("fsdp", "torch", low, False), ("zero2", "deepspeed", low, False)]
     if settings.full:
-        found += [("fsdp", "torch", low, True), ("fsdp", "torch", "no", False), ("zero1", "deepspeed", low, False),
-                  ("zero3", "deepspeed", low, False)]
+        found += [
+            ("fsdp", "torch", low, True),
+            ("fsdp", "torch", "no", False),
+            ("zero1", "deepspeed", low, False),
+            ("zero3", "deepspeed", low, False),
+        ]
     return list(dict.fromkeys(found))
 
 
@@ -87,21 +91,29 @@ def kinds(held: Memory, at: dict[str, int], engine: str, has_buckets: bool) -> l
         return [("parameters and optimizer", held.parameters + held.optimizer, at["rest"]), peak]
     buckets = held.gradients if has_buckets else 0.0
     gradients = at["after backward"] - at["rest"]
-    return [("parameters" + " and buckets" * has_buckets, held.parameters + buckets, at["before"]),
-            ("optimizer", held.optimizer, at["rest"] - at["before"]),
-            ("gradients" + " beside their buckets" * has_buckets, held.gradients - buckets, gradients),
-            ("activations, logits, buffers", held.activations + held.logits + held.buffers,
-             at["peak"] - at["rest"] - gradients), peak]
+    return [
+        ("parameters" + " and buckets" * has_buckets, held.parameters + buckets, at["before"]),
+        ("optimizer", held.optimizer, at["rest"] - at["before"]),
+        ("gradients" + " beside their buckets" * has_buckets, held.gradients - buckets, gradients),
+        (
+            "activations, logits, buffers",
+            held.activations + held.logits + held.buffers,
+            at["peak"] - at["rest"] - gradients,
+        ),
+        peak,
+    ]
 
 
 def run(settings: Settings, findings: Findings) -> None:
     """Predict, train, and set the two side by side."""
     subject = subjects.choose(settings)
-    findings.note(f"{subject.described}, on {settings.counted}; precision and strategy as below. MiB of the fullest "
-                  "rank. Parameters stand before the first step; the optimizer is what stands between two steps "
-                  "besides; gradients are what the backward pass leaves; the rest of the peak are activations, logits "
-                  "and buffers. The allocator also counts the workspaces of matmuls; it does not count CUDA's context "
-                  "and NCCL.")
+    findings.note(
+        f"{subject.described}, on {settings.counted}; precision and strategy as below. MiB of the fullest "
+        "rank. Parameters stand before the first step; the optimizer is what stands between two steps "
+        "besides; gradients are what the backward pass leaves; the rest of the peak are activations, logits "
+        "and buffers. The allocator also counts the workspaces of matmuls; it does not count CUDA's context "
+        "and NCCL."
+    )
     table = findings.table("run", "kind", "predicted", "counted", "error of the prediction")
     for number, (strategy, engine, precision, again) in enumerate(runs(settings, subject)):
         label = f"{strategy}, {engine}, {precision.replace('no', 'fp32')}" + (", recomputing" if again else "")
@@ -110,12 +122,25 @@ def run(settings: Settings, findings: Findings) -> None:
         with findings.trying(label):
             held = planning.estimate(subject.known, subject.plan(strategy, engine, settings.gpus, precision, again))
             options = {"strategy": strategy, "engine": engine, "mixed_precision": precision, "checkpointing": again}
-            found = launch(on_rank, subject, settings.room("memory") / str(number), settings.gpus, options,
-                           num_processes=settings.gpus, device="cuda", timeout=SECONDS)
+            found = launch(
+                on_rank,
+                subject,
+                settings.room("memory") / str(number),
+                settings.gpus,
+                options,
+                num_processes=settings.gpus,
+                device="cuda",
+                timeout=SECONDS,
+            )
             at = max(found, key=lambda each: each["peak"])
             for kind, predicted, counted in kinds(held, at, engine, strategy == "ddp" and settings.gpus > 1):
-                table.row(label, kind, f"{predicted / MIB:,.1f}", f"{counted / MIB:,.1f}",
-                          f"{100 * (predicted / counted - 1):+.1f} %" if counted > 0 else "")
+                table.row(
+                    label,
+                    kind,
+                    f"{predicted / MIB:,.1f}",
+                    f"{counted / MIB:,.1f}",
+                    f"{100 * (predicted / counted - 1):+.1f} %" if counted > 0 else "",
+                )
             table.row(label, "reserved by the allocator", "", f"{at['reserved'] / MIB:,.1f}", "")
             if not at["peak"] > at["rest"] > at["before"] > 0:
                 raise AssertionError(f"the allocator counts {at}")

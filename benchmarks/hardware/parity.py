@@ -9,10 +9,12 @@ from course_lib.training.run import train
 def run(settings: Settings, findings: Findings) -> None:
     """Train once on the CPU, and compare what the section on strategies left."""
     folder = settings.room("parity") / "cpu"
-    findings.note(f"The largest difference of any of {strategies.STEPS} losses (nats per token) and of any final "
-                  "weight from one process on the CPU in fp32. At most "
-                  f"{strategies.LOSS:g} / {strategies.WEIGHT:g} in fp32 without TF32, {strategies.LOW_LOSS:g} / "
-                  f"{strategies.LOW_WEIGHT:g} in 16 bits.")
+    findings.note(
+        f"The largest difference of any of {strategies.STEPS} losses (nats per token) and of any final "
+        "weight from one process on the CPU in fp32. At most "
+        f"{strategies.LOSS:g} / {strategies.WEIGHT:g} in fp32 without TF32, {strategies.LOW_LOSS:g} / "
+        f"{strategies.LOW_WEIGHT:g} in 16 bits."
+    )
     train(build(strategies.oracle(folder)))
     wanted = strategies.trace(folder)
     losses = [wanted.losses[step] for step in sorted(wanted.losses)]
@@ -27,8 +29,15 @@ def run(settings: Settings, findings: Findings) -> None:
         with findings.trying(f"{case.label}, beside the CPU") as attempt:
             apart = strategies.trace(place).apart(wanted)
             strategies.check(apart, case.precision)
-        table.row(case.strategy, case.engine, case.name, case.precision.replace("no", "fp32"), case.ranks,
-                  strategies.shown(apart) if apart[0] != "" else "", attempt.word)
+        table.row(
+            case.strategy,
+            case.engine,
+            case.name,
+            case.precision.replace("no", "fp32"),
+            case.ranks,
+            strategies.shown(apart) if apart[0] != "" else "",
+            attempt.word,
+        )
     here = [case for case, _ in trained]
     for case in strategies.cases(settings):
         if case not in here:

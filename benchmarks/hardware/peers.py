@@ -78,14 +78,28 @@ def hugging_face(subject: Subject, windows: Windows, folder: Path, ranks: int) -
             windows.step()
 
     arguments = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=subject.rows, max_steps=windows.total,
-        learning_rate=LEARNING_RATE, weight_decay=WEIGHT_DECAY, max_grad_norm=CLIP, lr_scheduler_type="constant",
-        optim="adamw_torch_fused", bf16=subject.precision == "bf16", dataloader_num_workers=WORKERS,
-        dataloader_pin_memory=True, ddp_find_unused_parameters=False, remove_unused_columns=False, report_to="none",
-        save_strategy="no", logging_strategy="no", disable_tqdm=True)
+        output_dir=str(folder),
+        per_device_train_batch_size=subject.rows,
+        max_steps=windows.total,
+        learning_rate=LEARNING_RATE,
+        weight_decay=WEIGHT_DECAY,
+        max_grad_norm=CLIP,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        bf16=subject.precision == "bf16",
+        dataloader_num_workers=WORKERS,
+        dataloader_pin_memory=True,
+        ddp_find_unused_parameters=False,
+        remove_unused_columns=False,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
     rows = subject.rows_of_tokens(subject.rows * ranks * windows.total).remove_columns("length")
-    trainer = Trainer(model=subject.model(), args=arguments, train_dataset=rows, data_collator=Collate(subject),
-                      callbacks=[Tick()])
+    trainer = Trainer(
+        model=subject.model(), args=arguments, train_dataset=rows, data_collator=Collate(subject), callbacks=[Tick()]
+    )
     trainer.train()
 
 
@@ -121,8 +135,9 @@ def _fsdp2(model: Any, low: bool) -> nn.Module:
     return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
-def _loop(subject: Subject, windows: Windows, ranks: int, wrap: Callable[[nn.Module], nn.Module],
-          autocast: bool = True) -> None:
+def _loop(
+    subject: Subject, windows: Windows, ranks: int, wrap: Callable[[nn.Module], nn.Module], autocast: bool = True
+) -> None:
     """Forward, backward, clip, step."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -145,7 +160,8 @@ def _loop(subject: Subject, windows: Windows, ranks: int, wrap: Callable[[nn.Mod
 def _batches(subject: Subject, steps: int, ranks: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
     rows = subject.rows_of_tokens(subject.rows * ranks * steps)
     sampler = DistributedSampler(rows, ranks, dist.get_rank())
-    loader = DataLoader(rows, subject.rows, sampler=sampler, collate_fn=Collate(subject), num_workers=WORKERS,
-                        pin_memory=True)
+    loader = DataLoader(
+        rows, subject.rows, sampler=sampler, collate_fn=Collate(subject), num_workers=WORKERS, pin_memory=True
+    )
     for batch in loader:
         yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

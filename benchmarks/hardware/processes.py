@@ -28,10 +28,16 @@ MARK = "GPU_CHECK_SECTION"
 """In the environment of all processes of a section, by which those are found that have left its process group."""
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher sets; a section starts its own ranks."""
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "COURSE_TRACKER": "none", "MPLBACKEND": "Agg",
-               "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
-               # Asked whether there are GPUs, torch would else start the driver, which no forked rank could use.
-               "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "offline",
+    "COURSE_TRACKER": "none",
+    "MPLBACKEND": "Agg",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+    # Asked whether there are GPUs, torch would else start the driver, which no forked rank could use.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
 ENDING_SECONDS = 10.0
 
 
@@ -99,18 +105,32 @@ def run(section: Section, settings: Settings, logs: Path, seconds: float = inf) 
     own = section.seconds * (section.full_factor if settings.full else 1)
     mark, limit = uuid.uuid4().hex, min(own, seconds)
     (room / "settings.json").write_text(json.dumps(asdict(replace(settings, seconds=limit))), encoding="utf-8")
-    environment = {name: value for name, value in os.environ.items()
-                   if name not in LAUNCHED and not name.startswith("ACCELERATE_")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in LAUNCHED and not name.startswith("ACCELERATE_")
+    }
     given = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     environment |= ENVIRONMENT | dict(section.environment)
     if settings.simulated:
         environment["OMP_NUM_THREADS"] = "1"  # its kernels are the CPU's
     environment |= {MARK: mark, "PYTHONPATH": os.pathsep.join([str(ROOT), *given])}
-    command = [sys.executable, "-m", "benchmarks.hardware.processes", section.target, str(room / "settings.json"),
-               str(found)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.hardware.processes",
+        section.target,
+        str(room / "settings.json"),
+        str(found),
+    ]
     with log.open("wb") as out:
-        process = subprocess.Popen(command, env=environment, cwd=room, stdin=subprocess.DEVNULL, stdout=out,
-                                   stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            cwd=room,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -128,8 +148,14 @@ def run(section: Section, settings: Settings, logs: Path, seconds: float = inf) 
         failures.append((section.name, f"not done after {limit:g} s, and ended"))
     elif process.returncode:
         failures.append((section.name, f"its process ended with {process.returncode}"))
-    return Outcome(section, content["parts"], failures, [(what, why) for what, why in content["left_out"]],
-                   time.monotonic() - started, log)
+    return Outcome(
+        section,
+        content["parts"],
+        failures,
+        [(what, why) for what, why in content["left_out"]],
+        time.monotonic() - started,
+        log,
+    )
 
 
 def _end(process: subprocess.Popen, mark: str) -> None:

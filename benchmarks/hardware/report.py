@@ -54,12 +54,18 @@ def render(outcomes: Sequence[Outcome], settings: Settings, seconds: float, here
     """
     device = "the simulated device" if settings.simulated else settings.counted
     kind = "tiny" if settings.tiny else "full" if settings.full else "quick"
-    lines = [f"# What runs on {device}" + (": no figure in here is a GPU's" if settings.simulated else ""), "",
-             f"{datetime.date.today()}, {seconds / 60:.1f} minutes, a {kind} run of `make gpu`. "
-             "It names no user, no host and no folder; the logs may.", ""]
+    lines = [
+        f"# What runs on {device}" + (": no figure in here is a GPU's" if settings.simulated else ""),
+        "",
+        f"{datetime.date.today()}, {seconds / 60:.1f} minutes, a {kind} run of `make gpu`. "
+        "It names no user, no host and no folder; the logs may.",
+        "",
+    ]
     lines += ["| section | result | seconds | failed | not run |", "|---|---|---|---|---|"]
-    lines += [f"| {each.section.title} | {each.state} | {each.seconds:.0f} | {len(each.failures)} | "
-              f"{len(each.left_out)} |" for each in outcomes]
+    lines += [
+        f"| {each.section.title} | {each.state} | {each.seconds:.0f} | {len(each.failures)} | {len(each.left_out)} |"
+        for each in outcomes
+    ]
     for each in outcomes:
         lines += ["", f"## {each.section.title}: {each.state}", *_body(each, here)]
     return "\n".join(lines) + "\n"

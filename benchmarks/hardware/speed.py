@@ -47,21 +47,29 @@ class System:
 
 def systems(ranks: int) -> list[System]:
     """The peers, and ours."""
-    hugging_face, loop, ddp, fsdp, fast = ("Hugging Face Trainer", "plain loop", "torch's DDP, loop",
-                                           "torch's FSDP2, loop", "compiled loop")
-    found = [System(hugging_face, peers.hugging_face),  # those that say most come first
-             System("ours, ddp", None, (("strategy", "ddp"),), (hugging_face, ddp)),
-             System(fast, peers.compiled, compiles=True),
-             System("ours, ddp, compiled", None, (("strategy", "ddp"), ("torch_compile", True)), (fast,),
-                    compiles=True),
-             System(ddp, peers.ddp),
-             System("ours, ddp from scratch", None, (("strategy", "ddp"), ("engine", "scratch")), (ddp,)),
-             System(fsdp, peers.fsdp2),
-             System("ours, fsdp", None, (("strategy", "fsdp"),), (fsdp,)),
-             System("ours, fsdp from scratch", None, (("strategy", "fsdp"), ("engine", "scratch")), (fsdp,))]
+    hugging_face, loop, ddp, fsdp, fast = (
+        "Hugging Face Trainer",
+        "plain loop",
+        "torch's DDP, loop",
+        "torch's FSDP2, loop",
+        "compiled loop",
+    )
+    found = [
+        System(hugging_face, peers.hugging_face),  # those that say most come first
+        System("ours, ddp", None, (("strategy", "ddp"),), (hugging_face, ddp)),
+        System(fast, peers.compiled, compiles=True),
+        System("ours, ddp, compiled", None, (("strategy", "ddp"), ("torch_compile", True)), (fast,), compiles=True),
+        System(ddp, peers.ddp),
+        System("ours, ddp from scratch", None, (("strategy", "ddp"), ("engine", "scratch")), (ddp,)),
+        System(fsdp, peers.fsdp2),
+        System("ours, fsdp", None, (("strategy", "fsdp"),), (fsdp,)),
+        System("ours, fsdp from scratch", None, (("strategy", "fsdp"), ("engine", "scratch")), (fsdp,)),
+    ]
     if ranks == 1:
-        found[1:1] = [System("ours, basic", None, (("training_type", "basic"),), (loop, hugging_face)),
-                      System(loop, peers.plain)]
+        found[1:1] = [
+            System("ours, basic", None, (("training_type", "basic"),), (loop, hugging_face)),
+            System(loop, peers.plain),
+        ]
     return found
 
 
@@ -101,18 +109,20 @@ def run(settings: Settings, findings: Findings) -> None:
     if settings.tiny:
         chosen = [each for each in chosen if each.name in ("torch's DDP, loop", "ours, ddp")]
         findings.leave_out("the other systems", "a tiny run")
-    findings.note(f"{subject.described}, on {settings.counted}; fused AdamW, gradients clipped to {subjects.CLIP:g}, a "
-                  f"constant learning rate, {subjects.WORKERS} workers per rank and pinned batches for all. Each trial "
-                  "is of new processes; ours run without guards, trackers, evaluation and checkpoints. Peers get "
-                  "batches without a mask. A trial has "
-                  f"{WINDOWS} stretches after {WARMUP} steps, timed from one wait for the GPU to the next.")
+    findings.note(
+        f"{subject.described}, on {settings.counted}; fused AdamW, gradients clipped to {subjects.CLIP:g}, a "
+        f"constant learning rate, {subjects.WORKERS} workers per rank and pinned batches for all. Each trial "
+        "is of new processes; ours run without guards, trackers, evaluation and checkpoints. Peers get "
+        "batches without a mask. A trial has "
+        f"{WINDOWS} stretches after {WARMUP} steps, timed from one wait for the GPU to the next."
+    )
     rounds = 1 if settings.tiny else 4 if settings.full else 2
     steps = STEPS
     with findings.trying("how many steps to time"):
         steps = _steps(settings, subject)
     trials: dict[str, list[list[float]]] = {each.name: [] for each in chosen}
     order = findings.table("round", "system", f"tokens/s in stretches of {steps} steps, in the order of the trials")
-    turns = [(number, system) for number in range(rounds) for system in chosen[::1 if number % 2 == 0 else -1]]
+    turns = [(number, system) for number in range(rounds) for system in chosen[:: 1 if number % 2 == 0 else -1]]
     for done, (number, system) in enumerate(turns):
         if findings.is_late(f"the last {len(turns) - done} of {len(turns)} trials"):
             break
@@ -125,12 +135,20 @@ def run(settings: Settings, findings: Findings) -> None:
     _ratios(findings.table("ours", "peer", "ratio of tokens/s, median over the rounds", "each round"), chosen, trials)
 
 
-def _trial(settings: Settings, system: System, subject: Subject, shape: tuple[int, int, int],
-           name: str) -> list[float]:
+def _trial(settings: Settings, system: System, subject: Subject, shape: tuple[int, int, int], name: str) -> list[float]:
     """Tokens/s of all ranks together in each stretch."""
     folder = settings.room("speed") / "".join(letter if letter.isalnum() else "-" for letter in name)
-    seconds = launch(on_rank, system, subject, folder, settings.gpus, shape, num_processes=settings.gpus,
-                     device="cuda", timeout=SECONDS)[0]
+    seconds = launch(
+        on_rank,
+        system,
+        subject,
+        folder,
+        settings.gpus,
+        shape,
+        num_processes=settings.gpus,
+        device="cuda",
+        timeout=SECONDS,
+    )[0]
     tokens = shape[1] * subject.rows * subject.tokens * settings.gpus
     return [tokens / each for each in seconds]
 
@@ -149,8 +167,11 @@ def _can_compile(settings: Settings) -> bool:
 
 
 def _no_compile(settings: Settings) -> str:
-    return ("torch.compile makes kernels with Triton, which knows no simulated device" if settings.simulated
-            else "triton, with which torch.compile makes kernels, is not installed")
+    return (
+        "torch.compile makes kernels with Triton, which knows no simulated device"
+        if settings.simulated
+        else "triton, with which torch.compile makes kernels, is not installed"
+    )
 
 
 def _summary(settings: Settings, findings: Findings, subject: Subject, trials: dict[str, list[list[float]]]) -> None:
@@ -164,29 +185,39 @@ def _summary(settings: Settings, findings: Findings, subject: Subject, trials: d
     if not settings.simulated:
         with findings.trying("a large product"):
             product = launch(product_rate, subject.precision, num_processes=1, device="cuda", timeout=SECONDS)[0]
-            findings.note(f"An 8192 x 8192 product in {dtype} reaches {product / 1e12:.0f} TFLOP/s here; the datasheet "
-                          f"says {peak / 1e12:.0f}." if peak else f"An 8192 x 8192 product in {dtype} reaches "
-                          f"{product / 1e12:.0f} TFLOP/s here.")
+            findings.note(
+                f"An 8192 x 8192 product in {dtype} reaches {product / 1e12:.0f} TFLOP/s here; the datasheet "
+                f"says {peak / 1e12:.0f}."
+                if peak
+                else f"An 8192 x 8192 product in {dtype} reaches {product / 1e12:.0f} TFLOP/s here."
+            )
     findings.note(f"A token takes {flops / 1e6:.1f} MFLOP forward and backward (arXiv 2204.02311, appendix B).")
-    table = findings.table("system", "tokens/s, median (least to most)", f"MFU, of the datasheet's {dtype}",
-                           "of the product measured here")
+    table = findings.table(
+        "system", "tokens/s, median (least to most)", f"MFU, of the datasheet's {dtype}", "of the product measured here"
+    )
     for name, rounds in trials.items():
         rates = [rate for each in rounds for rate in each if rate == rate]
         if rates:
             median = statistics.median(rates)
             achieved = flops * median / settings.gpus
-            table.row(name, f"{median:,.0f} ({min(rates):,.0f} to {max(rates):,.0f})",
-                      f"{achieved / peak:.1%}" if peak else "unknown",
-                      f"{achieved / product:.1%}" if product else "unknown")
+            table.row(
+                name,
+                f"{median:,.0f} ({min(rates):,.0f} to {max(rates):,.0f})",
+                f"{achieved / peak:.1%}" if peak else "unknown",
+                f"{achieved / product:.1%}" if product else "unknown",
+            )
 
 
 def _ratios(table: Table, chosen: list[System], trials: dict[str, list[list[float]]]) -> None:
     """Ours by each peer, round by round."""
     for system in chosen:
         for peer in system.beside:
-            pairs = [(statistics.median(ours), statistics.median(theirs))
-                     for ours, theirs in zip(trials[system.name], trials.get(peer, []), strict=False)]
+            pairs = [
+                (statistics.median(ours), statistics.median(theirs))
+                for ours, theirs in zip(trials[system.name], trials.get(peer, []), strict=False)
+            ]
             ratios = [ours / theirs for ours, theirs in pairs if ours == ours and theirs == theirs]
             if ratios:
-                table.row(system.name, peer, f"{statistics.median(ratios):.2f}",
-                          ", ".join(f"{ratio:.2f}" for ratio in ratios))
+                table.row(
+                    system.name, peer, f"{statistics.median(ratios):.2f}", ", ".join(f"{ratio:.2f}" for ratio in ratios)
+                )

@@ -34,10 +34,27 @@ WATCHDOG = 60.0
 # A Llama has no dropout, whose masks each device would draw differently. Adam's epsilon is large, so that a gradient
 # that is all rounding does not become a whole step.
 RUN: dict[str, Any] = {
-    "model": "tiny-llama", "task": "causal_lm", "dataset": "tweets", "max_length": 64, "max_train_samples": 600,
-    "max_eval_samples": 32, "learning_rate": 1e-3, "adam_epsilon": 1e-3, "max_grad_norm": 0.5, "warmup_steps": 2,
-    "max_steps": STEPS, "save_steps": SAVED, "eval_steps": 0, "logging_steps": 1, "keep_best": False,
-    "save_total_limit": None, "baselines": False, "progress_bar": False, "tracker": "none", "desync_steps": 2}
+    "model": "tiny-llama",
+    "task": "causal_lm",
+    "dataset": "tweets",
+    "max_length": 64,
+    "max_train_samples": 600,
+    "max_eval_samples": 32,
+    "learning_rate": 1e-3,
+    "adam_epsilon": 1e-3,
+    "max_grad_norm": 0.5,
+    "warmup_steps": 2,
+    "max_steps": STEPS,
+    "save_steps": SAVED,
+    "eval_steps": 0,
+    "logging_steps": 1,
+    "keep_best": False,
+    "save_total_limit": None,
+    "baselines": False,
+    "progress_bar": False,
+    "tracker": "none",
+    "desync_steps": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -55,17 +72,36 @@ class Case:
     @property
     def label(self) -> str:
         """For tables and failures."""
-        words = [self.strategy, self.engine, *filter(None, [self.name]),
-                 {"no": "fp32"}.get(self.precision, self.precision), f"{self.ranks} rank{'s' * (self.ranks > 1)}"]
+        words = [
+            self.strategy,
+            self.engine,
+            *filter(None, [self.name]),
+            {"no": "fp32"}.get(self.precision, self.precision),
+            f"{self.ranks} rank{'s' * (self.ranks > 1)}",
+        ]
         return ", ".join(words)
 
     def config(self, folder: Path) -> dict[str, Any]:
         """Its options."""
         pipelines = self.options.get("data_parallel_size", 1)
-        rows = ({"batch_size": ROWS // pipelines} if self.options.get("training_type") == "pipeline"
-                else {"global_batch_size": ROWS, "batch_size": max(1, ROWS // 2 // self.ranks)})
-        return RUN | rows | {"strategy": self.strategy, "engine": self.engine, "mixed_precision": self.precision,
-                             "device": "cuda", "output_dir": str(folder), "watchdog": WATCHDOG} | self.options
+        rows = (
+            {"batch_size": ROWS // pipelines}
+            if self.options.get("training_type") == "pipeline"
+            else {"global_batch_size": ROWS, "batch_size": max(1, ROWS // 2 // self.ranks)}
+        )
+        return (
+            RUN
+            | rows
+            | {
+                "strategy": self.strategy,
+                "engine": self.engine,
+                "mixed_precision": self.precision,
+                "device": "cuda",
+                "output_dir": str(folder),
+                "watchdog": WATCHDOG,
+            }
+            | self.options
+        )
 
 
 def cases(settings: Settings) -> list[Case]:
@@ -74,19 +110,37 @@ def cases(settings: Settings) -> list[Case]:
         return [Case("ddp", "torch", settings.gpus), Case("ddp", "scratch", settings.gpus)]
     pairs = [(strategy, engine) for strategy, engines in ENGINES.items() for engine in engines]
     found = [Case(*pair, settings.gpus) for pair in pairs]
-    chosen = pairs if settings.full else [("ddp", "torch"), ("zero2", "deepspeed"), ("zero3", "scratch"),
-                                          ("fsdp", "torch")]
+    chosen = (
+        pairs if settings.full else [("ddp", "torch"), ("zero2", "deepspeed"), ("zero3", "scratch"), ("fsdp", "torch")]
+    )
     found += [Case(*pair, settings.gpus, "bf16") for pair in chosen if settings.bf16]
-    found += [Case(*pair, settings.gpus, "fp16") for pair in chosen
-              if pair[0] == "ddp" or (pair[1] == "deepspeed" and settings.full)]
-    found += [Case(case.strategy, case.engine, settings.gpus, options={"training_type": "pipeline", **case.options},
-                   name=case.name) for case in _pipelines(settings.gpus)]
+    found += [
+        Case(*pair, settings.gpus, "fp16")
+        for pair in chosen
+        if pair[0] == "ddp" or (pair[1] == "deepspeed" and settings.full)
+    ]
+    found += [
+        Case(
+            case.strategy,
+            case.engine,
+            settings.gpus,
+            options={"training_type": "pipeline", **case.options},
+            name=case.name,
+        )
+        for case in _pipelines(settings.gpus)
+    ]
     if settings.full:
-        found += [Case(strategy, engine, settings.gpus, options={"offload": offload}, name=f"{offload} offloaded")
-                  for strategy, engine, offload in (
-                      ("zero1", "deepspeed", "optimizer"), ("zero2", "deepspeed", "optimizer"),
-                      ("zero3", "deepspeed", "optimizer"), ("zero3", "deepspeed", "parameters"),
-                      ("fsdp", "torch", "parameters"), ("fsdp", "accelerate", "parameters"))]
+        found += [
+            Case(strategy, engine, settings.gpus, options={"offload": offload}, name=f"{offload} offloaded")
+            for strategy, engine, offload in (
+                ("zero1", "deepspeed", "optimizer"),
+                ("zero2", "deepspeed", "optimizer"),
+                ("zero3", "deepspeed", "optimizer"),
+                ("zero3", "deepspeed", "parameters"),
+                ("fsdp", "torch", "parameters"),
+                ("fsdp", "accelerate", "parameters"),
+            )
+        ]
         found += [Case(*pair, 1) for pair in pairs if settings.gpus > 1]
     return found
 
@@ -98,9 +152,11 @@ def _pipelines(gpus: int) -> list[Case]:
         return []
     zero_bubble = "zb_h1" if size == 4 else "zbv"  # which takes two of the model's four blocks per rank
     grid = {"pipeline_parallel_size": size, "data_parallel_size": gpus // size}
-    return [Case("ddp", "scratch", gpus, options=grid | {"schedule": "1f1b"}, name="pipeline 1f1b"),
-            Case("zero1", "scratch", gpus, options=grid | {"schedule": zero_bubble}, name=f"pipeline {zero_bubble}"),
-            Case("ddp", "torch", gpus, options=grid | {"schedule": "gpipe"}, name="pipeline gpipe")]
+    return [
+        Case("ddp", "scratch", gpus, options=grid | {"schedule": "1f1b"}, name="pipeline 1f1b"),
+        Case("zero1", "scratch", gpus, options=grid | {"schedule": zero_bubble}, name=f"pipeline {zero_bubble}"),
+        Case("ddp", "torch", gpus, options=grid | {"schedule": "gpipe"}, name="pipeline gpipe"),
+    ]
 
 
 def on_rank(options: dict[str, Any]) -> dict[str, Any]:
@@ -113,12 +169,23 @@ def on_rank(options: dict[str, Any]) -> dict[str, Any]:
 def run(settings: Settings, findings: Findings) -> None:
     """Train, save and resume each; leave the traces for the section on parity."""
     room = settings.room("strategies")
-    findings.note(f"{STEPS} steps of tiny-llama, {ROWS} rows per step, `course train`'s own code; saved after step "
-                  f"{SAVED} and resumed from there by new processes. The differences are of the resumed run's losses "
-                  f"(nats) and final weights from the first run's; at most {LOSS:g} and {WEIGHT:g} in fp32, "
-                  f"{LOW_LOSS:g} and {LOW_WEIGHT:g} in 16 bits.")
-    table = findings.table("strategy", "engine", "", "precision", "ranks", "trained and saved", "resumed",
-                           "largest difference: loss / weight", "seconds")
+    findings.note(
+        f"{STEPS} steps of tiny-llama, {ROWS} rows per step, `course train`'s own code; saved after step "
+        f"{SAVED} and resumed from there by new processes. The differences are of the resumed run's losses "
+        f"(nats) and final weights from the first run's; at most {LOSS:g} and {WEIGHT:g} in fp32, "
+        f"{LOW_LOSS:g} and {LOW_WEIGHT:g} in 16 bits."
+    )
+    table = findings.table(
+        "strategy",
+        "engine",
+        "",
+        "precision",
+        "ranks",
+        "trained and saved",
+        "resumed",
+        "largest difference: loss / weight",
+        "seconds",
+    )
     done, chosen = [], cases(settings)
     for number, case in enumerate(chosen):
         if findings.is_late(f"the last {len(chosen) - number} of {len(chosen)} runs"):
@@ -137,8 +204,17 @@ def run(settings: Settings, findings: Findings) -> None:
                 difference = shown(apart)
                 check(apart, case.precision)
             resumed_word, seconds = resumed.word, seconds + resumed.seconds
-        table.row(case.strategy, case.engine, case.name, case.precision.replace("no", "fp32"), case.ranks,
-                  trained.word, resumed_word, difference, f"{seconds:.0f}")
+        table.row(
+            case.strategy,
+            case.engine,
+            case.name,
+            case.precision.replace("no", "fp32"),
+            case.ranks,
+            trained.word,
+            resumed_word,
+            difference,
+            f"{seconds:.0f}",
+        )
     if settings.tiny:
         findings.leave_out("all but two pairs", "a tiny run")
     elif not settings.full:
@@ -171,12 +247,14 @@ class Trace:
         Raises:
             AssertionError: they have other steps or other weights.
         """
-        assert self.losses and self.losses.keys() == other.losses.keys(), \
+        assert self.losses and self.losses.keys() == other.losses.keys(), (
             f"steps {sorted(self.losses)} and {sorted(other.losses)}"
+        )
         assert self.weights.keys() == other.weights.keys(), f"weights {self.weights.keys() ^ other.weights.keys()}"
         loss = max(abs(value - other.losses[step]) for step, value in self.losses.items())
-        weight = max((value.float() - other.weights[name].float()).abs().max().item()
-                     for name, value in self.weights.items())
+        weight = max(
+            (value.float() - other.weights[name].float()).abs().max().item() for name, value in self.weights.items()
+        )
         return loss, weight
 
 
@@ -203,8 +281,9 @@ def read_cases(folder: Path) -> list[tuple[Case, Path]]:
     """The runs that were trained, and where."""
     path = folder / "cases.json"
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return [(Case(**{name: value for name, value in row.items() if name != "folder"}), Path(row["folder"]))
-            for row in rows]
+    return [
+        (Case(**{name: value for name, value in row.items() if name != "folder"}), Path(row["folder"])) for row in rows
+    ]
 
 
 def oracle(folder: Path) -> dict[str, Any]:

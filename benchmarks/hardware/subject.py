@@ -49,30 +49,51 @@ class Subject:
     @property
     def known(self) -> Model:
         """As the planner knows it."""
-        return models.from_config({"model_type": "gpt2", "n_layer": self.layers, "n_embd": self.width,
-                                   "n_head": self.heads, "n_positions": self.tokens, "vocab_size": self.vocabulary,
-                                   "resid_pdrop": 0.0}, "GPT-2")
+        return models.from_config(
+            {
+                "model_type": "gpt2",
+                "n_layer": self.layers,
+                "n_embd": self.width,
+                "n_head": self.heads,
+                "n_positions": self.tokens,
+                "vocab_size": self.vocabulary,
+                "resid_pdrop": 0.0,
+            },
+            "GPT-2",
+        )
 
     @property
     def described(self) -> str:
         """For a report."""
         known = self.known
-        return (f"GPT-2 of {self.layers} blocks of width {self.width} ({known.parameters / 1e6:.1f} M parameters), "
-                f"{self.tokens} tokens per row, {self.rows} rows per GPU, "
-                f"{'bf16' if self.precision == 'bf16' else 'fp32'}, no dropout, SDPA")
+        return (
+            f"GPT-2 of {self.layers} blocks of width {self.width} ({known.parameters / 1e6:.1f} M parameters), "
+            f"{self.tokens} tokens per row, {self.rows} rows per GPU, "
+            f"{'bf16' if self.precision == 'bf16' else 'fp32'}, no dropout, SDPA"
+        )
 
     def model(self) -> GPT2LMHeadModel:
         """The model in fp32 on the CPU; the same weights on every call."""
-        made = gpt2(self.layers, self.width, self.tokens, self.vocabulary, heads=self.heads,
-                    attn_implementation="sdpa", use_cache=False)
+        made = gpt2(
+            self.layers,
+            self.width,
+            self.tokens,
+            self.vocabulary,
+            heads=self.heads,
+            attn_implementation="sdpa",
+            use_cache=False,
+        )
         return made.train()
 
     def rows_of_tokens(self, count: int) -> datasets.Dataset:
         """So many rows of random tokens, as :class:`ProcessedData` has them."""
         tokens = np.random.default_rng(0).integers(0, self.vocabulary, count * self.tokens, dtype=np.int32)
         ends = np.arange(0, (count + 1) * self.tokens, self.tokens, dtype=np.int32)
-        return datasets.Dataset(pa.table({"input_ids": pa.ListArray.from_arrays(ends, tokens),
-                                          "length": np.full(count, self.tokens, np.int32)}))
+        return datasets.Dataset(
+            pa.table(
+                {"input_ids": pa.ListArray.from_arrays(ends, tokens), "length": np.full(count, self.tokens, np.int32)}
+            )
+        )
 
     def collator(self, device_type: str = "cpu") -> Collator:
         """Makes batches of the rows, which are all of one length."""
@@ -81,9 +102,15 @@ class Subject:
     def plan(self, strategy: str, engine: str, ranks: int, precision: str, checkpointing: bool = False) -> Plan:
         """A run of it as the planner has it."""
         stage = 3 if strategy == "fsdp" else int(strategy[-1]) if strategy.startswith("zero") else 0
-        return Plan(self.tokens, engine={"ddp": "ddp", "fsdp": "fsdp"}.get(strategy, "deepspeed"), stage=stage,
-                    data=ranks, micro_batch=self.rows, checkpointing="full" if checkpointing else "none",
-                    precision="fp32" if precision == "no" else precision)
+        return Plan(
+            self.tokens,
+            engine={"ddp": "ddp", "fsdp": "fsdp"}.get(strategy, "deepspeed"),
+            stage=stage,
+            data=ranks,
+            micro_batch=self.rows,
+            checkpointing="full" if checkpointing else "none",
+            precision="fp32" if precision == "no" else precision,
+        )
 
 
 def choose(settings: Settings) -> Subject:
@@ -104,15 +131,39 @@ def choose(settings: Settings) -> Subject:
     raise RuntimeError(f"{settings.memory / 2**30:.1f} GiB are too little for one row of GPT-2")
 
 
-def trainer(subject: Subject, folder: Path, steps: int, ranks: int, callbacks: Iterable[Callback],
-            checkpointing: bool = False, **options: Any) -> Trainer:
+def trainer(
+    subject: Subject,
+    folder: Path,
+    steps: int,
+    ranks: int,
+    callbacks: Iterable[Callback],
+    checkpointing: bool = False,
+    **options: Any,
+) -> Trainer:
     """One of the course's trainers over it, without evaluation, checkpoints, logged lines and guards."""
-    config = build({
-        "task": "causal_lm", "max_length": subject.tokens, "batch_size": subject.rows, "group_by_length": False,
-        "num_workers": WORKERS, "mixed_precision": subject.precision, "device": "cuda", "max_steps": steps,
-        "learning_rate": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "lr_scheduler": "constant",
-        "max_grad_norm": CLIP, "logging_steps": 10**6, "eval_steps": 0, "save_steps": 0, "keep_best": False,
-        "progress_bar": False, "output_dir": str(folder)} | options)
+    config = build(
+        {
+            "task": "causal_lm",
+            "max_length": subject.tokens,
+            "batch_size": subject.rows,
+            "group_by_length": False,
+            "num_workers": WORKERS,
+            "mixed_precision": subject.precision,
+            "device": "cuda",
+            "max_steps": steps,
+            "learning_rate": LEARNING_RATE,
+            "weight_decay": WEIGHT_DECAY,
+            "lr_scheduler": "constant",
+            "max_grad_norm": CLIP,
+            "logging_steps": 10**6,
+            "eval_steps": 0,
+            "save_steps": 0,
+            "keep_best": False,
+            "progress_bar": False,
+            "output_dir": str(folder),
+        }
+        | options
+    )
     model = subject.model()
     if checkpointing:
         recompute_activations(model)

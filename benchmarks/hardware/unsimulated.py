@@ -46,8 +46,15 @@ def _cases(name: str, xml: Path, settings: Settings) -> list[ElementTree.Element
     """
     command = [sys.executable, "-m", "pytest", name, f"--junitxml={xml}", "-p", "no:cacheprovider"]
     seconds = SECONDS * (6 if settings.full else 1)
-    said = subprocess.run(command, cwd=ROOT, env=os.environ | {"GPU_TESTS": "hardware"}, timeout=seconds,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"GPU_TESTS": "hardware"},
+        timeout=seconds,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     print(said.stdout, flush=True)
     cases = list(ElementTree.parse(xml).iter("testcase")) if xml.exists() else []
     if said.returncode not in (0, 1) or not cases:

@@ -45,11 +45,20 @@ def checked(name: str, source: str) -> str:
         if not callable(function):
             return json.dumps({"error": f"the answer defines no `{task.function}`: keep that name"})
         cases = task.cases(random.Random(0))
-        findings = [finding for number, case in enumerate(cases, 1) for finding in of_case(
-            task, case, [_observed(task, function, case)], f"case {number} of {len(cases)}")]
+        findings = [
+            finding
+            for number, case in enumerate(cases, 1)
+            for finding in of_case(task, case, [_observed(task, function, case)], f"case {number} of {len(cases)}")
+        ]
     report = Report(task, tuple(findings))
-    return json.dumps({"report": str(report), "points": report.points, "of": sum(task.points.values()),
-                       "printed": printed.getvalue()[-MOST_PRINTED:]})
+    return json.dumps(
+        {
+            "report": str(report),
+            "points": report.points,
+            "of": sum(task.points.values()),
+            "printed": printed.getvalue()[-MOST_PRINTED:],
+        }
+    )
 
 
 def _observed(task: Task, function: Callable[..., Any], case: Case) -> Observation:

@@ -10,8 +10,13 @@ from course_lib.errors import CourseError
 from course_lib.planning import hardware, memory, models, optimizers, to_launchers
 from course_lib.planning.plan import OPTIMIZERS, WHOLE, Plan
 
-STRATEGIES: tuple[tuple[Any, int], ...] = (("ddp", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3),
-                                           ("fsdp", 3))
+STRATEGIES: tuple[tuple[Any, int], ...] = (
+    ("ddp", 0),
+    ("deepspeed", 1),
+    ("deepspeed", 2),
+    ("deepspeed", 3),
+    ("fsdp", 3),
+)
 """Engine and stage of each row."""
 TOKENS = 2048
 """Of the one sequence that buffers are counted for."""
@@ -21,10 +26,13 @@ GIB = 2**30
 def choices() -> str:
     """JSON of what the page's fields offer: dense models from the smallest on, GPUs, optimizers."""
     dense = [model for model in map(models.load, models.names()) if model.experts == 1]
-    return json.dumps({
-        "models": [[model.name, model.parameters] for model in sorted(dense, key=lambda model: model.parameters)],
-        "gpus": {name: chip.memory for name, chip in hardware.accelerators().items() if chip.has_host},
-        "optimizers": [name for name in OPTIMIZERS if name not in WHOLE]})
+    return json.dumps(
+        {
+            "models": [[model.name, model.parameters] for model in sorted(dense, key=lambda model: model.parameters)],
+            "gpus": {name: chip.memory for name, chip in hardware.accelerators().items() if chip.has_host},
+            "optimizers": [name for name in OPTIMIZERS if name not in WHOLE],
+        }
+    )
 
 
 def counted(asked: str) -> str:
@@ -45,16 +53,28 @@ def counted(asked: str) -> str:
 def _row(model: models.Model, wanted: dict[str, Any], engine: Any, stage: int) -> dict[str, Any]:
     name = {"ddp": "DDP", "fsdp": "FSDP2"}.get(engine, f"ZeRO-{stage}")
     try:
-        plan = Plan(min(TOKENS, model.context or TOKENS), engine, stage, data=wanted["gpus"],
-                    precision=wanted["precision"], optimizer=wanted["optimizer"], offload=wanted["offload"])
+        plan = Plan(
+            min(TOKENS, model.context or TOKENS),
+            engine,
+            stage,
+            data=wanted["gpus"],
+            precision=wanted["precision"],
+            optimizer=wanted["optimizer"],
+            offload=wanted["offload"],
+        )
     except CourseError as error:
         return {"strategy": name, "error": str(error)}
     if plan.offload != "none" and (reason := to_launchers.why_not(plan, model)):
         return {"strategy": name, "error": f"`course train` {reason}"}
     held = memory.estimate(model, plan)
     kinds = {kind: getattr(held, kind) for kind in ("parameters", "gradients", "optimizer", "buffers")}
-    return {"strategy": name, "host": held.host, "formula": formula(model, plan, held), "bytes": kinds,
-            "total": sum(kinds.values())}
+    return {
+        "strategy": name,
+        "host": held.host,
+        "formula": formula(model, plan, held),
+        "bytes": kinds,
+        "total": sum(kinds.values()),
+    }
 
 
 def formula(model: models.Model, plan: Plan, held: memory.Memory) -> str:
@@ -64,8 +84,11 @@ def formula(model: models.Model, plan: Plan, held: memory.Memory) -> str:
     """
     recipe, size = plan.bytes, f"{model.parameters / 1e9:.4g}e9"
     moments = recipe.moments if plan.optimizer == "adamw" else optimizers.bytes_per_parameter(plan.optimizer, model)[0]
-    kinds = (("parameters", recipe.parameters, 3), ("gradients", recipe.gradients + recipe.accumulated, 2),
-             ("optimizer", recipe.master + moments, 1))
+    kinds = (
+        ("parameters", recipe.parameters, 3),
+        ("gradients", recipe.gradients + recipe.accumulated, 2),
+        ("optimizer", recipe.master + moments, 1),
+    )
     lines = []
     for kind, each, shared_from in kinds:
         shared = plan.shards if plan.stage >= shared_from else 1

@@ -46,14 +46,21 @@ def planned(asked: str) -> str:
     lines = plan_page.command(result, args.tokens, args.dataset, WIDTH)
     found = plan_page.as_json(result, args.tokens, args.dataset)
     del found["error"]  # the planner's margins, which are said in words; an answer with an error is none
-    return json.dumps(found | {
-        "said": [line for line in lines if line and line[0] != " "],
-        "command": "\n".join(line[2:] for line in lines if line.startswith(" ")),
-        "bill": plan_page.bill(result, args.tokens) if args.tokens else "", "margins": margins.said(),
-        "asked": "course plan " + shlex.join(_words(json.loads(asked))),
-        "bars": [*(_bar(one.plan, one.memory) | {"chance": one.chance} for one in result.best_of_each()),
-                 *(_bar(one.plan, one.memory) | {"remedy": one.remedy} for one in result.failed)],
-        "what_if": _alternatives(result, args)})
+    return json.dumps(
+        found
+        | {
+            "said": [line for line in lines if line and line[0] != " "],
+            "command": "\n".join(line[2:] for line in lines if line.startswith(" ")),
+            "bill": plan_page.bill(result, args.tokens) if args.tokens else "",
+            "margins": margins.said(),
+            "asked": "course plan " + shlex.join(_words(json.loads(asked))),
+            "bars": [
+                *(_bar(one.plan, one.memory) | {"chance": one.chance} for one in result.best_of_each()),
+                *(_bar(one.plan, one.memory) | {"remedy": one.remedy} for one in result.failed),
+            ],
+            "what_if": _alternatives(result, args),
+        }
+    )
 
 
 def varied(asked: str, what: str) -> str:
@@ -88,11 +95,15 @@ def _alternatives(result: strategy.Search, args: argparse.Namespace) -> list[str
     """What lies nearest to what was asked for: fewer and more GPUs, other kinds of them, other lengths."""
     gpus, length = result.cluster.gpus, result.best.plan.sequence_length
     own = result.cluster.accelerator.name
-    kinds = sorted((chip for chip in hardware.accelerators().values() if chip.has_host),
-                   key=lambda chip: (chip.memory, chip.peak[chip.half_precision()]))
+    kinds = sorted(
+        (chip for chip in hardware.accelerators().values() if chip.has_host),
+        key=lambda chip: (chip.memory, chip.peak[chip.half_precision()]),
+    )
     place = [chip.name for chip in kinds].index(own) if own != "CPU" else 0
-    near = [chip.name for chip in kinds[max(0, place - NEAR):place + NEAR + 1] if chip.name != own]
+    near = [chip.name for chip in kinds[max(0, place - NEAR) : place + NEAR + 1] if chip.name != own]
     most = result.model.context or 10**9
-    return [*(f"gpus={count}" for count in (gpus // 2, 2 * gpus, 4 * gpus) if count),
-            *(f"gpu={name}" for name in near if not result.cluster.instance),
-            *(f"sequence_length={tokens}" for tokens in (length // 2, 2 * length) if 1 <= tokens <= most)]
+    return [
+        *(f"gpus={count}" for count in (gpus // 2, 2 * gpus, 4 * gpus) if count),
+        *(f"gpu={name}" for name in near if not result.cluster.instance),
+        *(f"sequence_length={tokens}" for tokens in (length // 2, 2 * length) if 1 <= tokens <= most),
+    ]

@@ -63,8 +63,26 @@ def _costs(wanted: dict[str, Any]) -> Costs:
 def _shown(schedule: Schedule, costs: Costs) -> str:
     held = check(schedule)
     line = simulate(schedule, costs)
-    return json.dumps({
-        "table": csv_form.text(schedule), "step": float(line.makespan), "bubble": float(line.bubble),
-        "peaks": [float(peak) for peak in line.peak_activations], "held": held,
-        "rows": [[{"name": str(action), "kind": action.kind, "microbatch": action.microbatch, "stage": action.stage,
-                   "start": float(start), "end": float(end)} for action, start, end in row] for row in line.rows]})
+    return json.dumps(
+        {
+            "table": csv_form.text(schedule),
+            "step": float(line.makespan),
+            "bubble": float(line.bubble),
+            "peaks": [float(peak) for peak in line.peak_activations],
+            "held": held,
+            "rows": [
+                [
+                    {
+                        "name": str(action),
+                        "kind": action.kind,
+                        "microbatch": action.microbatch,
+                        "stage": action.stage,
+                        "start": float(start),
+                        "end": float(end),
+                    }
+                    for action, start, end in row
+                ]
+                for row in line.rows
+            ],
+        }
+    )

@@ -24,8 +24,10 @@ def environment_of(tools: Mapping[str, Any], before: Mapping[str, str] | None = 
     """
     variables = dict(os.environ if before is None else before)
     attached = json.loads(variables.get(VARIABLE, "{}")) | dict(tools)  # `course watch -- course meter -- …`
-    paths = [str(SITE), *(path for path in variables.get("PYTHONPATH", "").split(os.pathsep)
-                          if path and path != str(SITE))]
+    paths = [
+        str(SITE),
+        *(path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(SITE)),
+    ]
     return variables | {VARIABLE: json.dumps(attached), "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -51,12 +53,14 @@ def run(words: Sequence[str], tools: Mapping[str, Any]) -> int:
         raise ConfigError("nothing to run", "give the command line after `--`, as in `-- torchrun train.py`")
     ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the job, too, which decides
     try:
-        job = subprocess.Popen(words, env=environment_of(tools),
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, ctrl_c))
+        job = subprocess.Popen(
+            words, env=environment_of(tools), preexec_fn=lambda: signal.signal(signal.SIGINT, ctrl_c)
+        )
     except OSError as error:
         signal.signal(signal.SIGINT, ctrl_c)
-        raise ConfigError(f"cannot start `{words[0]}`: {error.strerror}", "give the command line as you type it"
-                          ) from None
+        raise ConfigError(
+            f"cannot start `{words[0]}`: {error.strerror}", "give the command line as you type it"
+        ) from None
     terminate = signal.signal(signal.SIGTERM, lambda number, _: job.send_signal(number))
     try:
         code = job.wait()

@@ -88,8 +88,11 @@ class Attached:
 
     def _tell(self, name: str, error: Exception) -> None:
         """A tool's mistake costs the job nothing but this line."""
-        print(f"course {name}: rank {os.environ.get('RANK', '?')} goes on without it: {type(error).__name__}: {error}",
-              file=sys.stderr, flush=True)
+        print(
+            f"course {name}: rank {os.environ.get('RANK', '?')} goes on without it: {type(error).__name__}: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._error = error
@@ -140,7 +143,9 @@ def follow(c10d: ModuleType, attached: Attached) -> None:
         return destroy(group)
 
     c10d.init_process_group, c10d.destroy_process_group = (  # type: ignore[attr-defined]
-        init_process_group, destroy_process_group)
+        init_process_group,
+        destroy_process_group,
+    )
 
 
 def wait_for_torch() -> None:

@@ -12,5 +12,19 @@ from course_lib.audit.step import AuditedStep, GradientDiffers, Reference, recor
 from course_lib.audit.subject import Subject, gathered_pieces
 from course_lib.audit.verdict import Verdict
 
-__all__ = ["AXES", "Audited", "AuditedStep", "Finding", "GradientDiffers", "Layout", "Reference", "Subject", "Verdict",
-           "audit", "gathered_pieces", "layouts", "record_step", "step"]
+__all__ = [
+    "AXES",
+    "Audited",
+    "AuditedStep",
+    "Finding",
+    "GradientDiffers",
+    "Layout",
+    "Reference",
+    "Subject",
+    "Verdict",
+    "audit",
+    "gathered_pieces",
+    "layouts",
+    "record_step",
+    "step",
+]

@@ -24,8 +24,15 @@ PRECISION = 1e-3
 """Of a weight, at least: below it weights are alike."""
 
 
-def attributed(findings: Sequence[Finding], reference: Record, found: Sequence[Record], layout: Layout,
-               parts: Sequence[Mapping[str, Tensor | None]], owner: Sequence[int], within: float) -> list[Finding]:
+def attributed(
+    findings: Sequence[Finding],
+    reference: Record,
+    found: Sequence[Record],
+    layout: Layout,
+    parts: Sequence[Mapping[str, Tensor | None]],
+    owner: Sequence[int],
+    within: float,
+) -> list[Finding]:
     """The findings, with those explained that a weighted sum of batches explains.
 
     Args:
@@ -45,12 +52,19 @@ def attributed(findings: Sequence[Finding], reference: Record, found: Sequence[R
     right = _weights(everything, reference.gradients, parts, close)
     if right is None:
         return list(findings)
-    axes = tuple(axis for axis in layout.used if any(
-        owner[rank] != owner[group[0]] for group in layout.together((axis,)) for rank in group))
+    axes = tuple(
+        axis
+        for axis in layout.used
+        if any(owner[rank] != owner[group[0]] for group in layout.together((axis,)) for rank in group)
+    )
     together = _explained(open_ones, found, parts, owner, right, close, axes)
     said = {name: (together or _explained([name], found, parts, owner, right, close, axes)) for name in open_ones}
-    return [dataclasses.replace(f, kind=why[0], axes=why[1], sentence=f"`{f.name}`: {why[2]}")
-            if (why := said.get(f.name)) else f for f in findings]
+    return [
+        dataclasses.replace(f, kind=why[0], axes=why[1], sentence=f"`{f.name}`: {why[2]}")
+        if (why := said.get(f.name))
+        else f
+        for f in findings
+    ]
 
 
 def distinct(batches: Sequence[Any]) -> tuple[list[Any], list[int]]:
@@ -70,20 +84,28 @@ def distinct(batches: Sequence[Any]) -> tuple[list[Any], list[int]]:
 def untried(error: BaseException) -> str:
     """Why nothing was explained by batches, as a sentence: what one process raised with a rank's batch."""
     told = str(error).partition("\n")[0]
-    return ("what the ranks' own batches explain was not tried, since one process does not take them: "
-            f"{type(error).__name__}{told and f': {told}'}")
+    return (
+        "what the ranks' own batches explain was not tried, since one process does not take them: "
+        f"{type(error).__name__}{told and f': {told}'}"
+    )
 
 
 def _has(name: str, reference: Record, found: Sequence[Record], parts: Sequence[Mapping[str, Tensor | None]]) -> bool:
     wanted = reference.gradients[name]
     return wanted is not None and all(
         (g := held.get(name)) is not None and g.shape == wanted.shape
-        for held in [*(record.gradients for record in found), *parts])
+        for held in [*(record.gradients for record in found), *parts]
+    )
 
 
-def _weights(names: Sequence[str], gradients: Mapping[str, Tensor | None], parts: Sequence[Mapping[str, Tensor | None]],
-             close: float) -> Tensor | None:
+def _weights(
+    names: Sequence[str],
+    gradients: Mapping[str, Tensor | None],
+    parts: Sequence[Mapping[str, Tensor | None]],
+    close: float,
+) -> Tensor | None:
     """Of the batches, so that their weighted sum is the gradient; None where no weights are, or several."""
+
     def flat(held: Mapping[str, Tensor | None]) -> Tensor:
         return torch.cat([held[name].double().flatten() for name in names])  # type: ignore[union-attr]
 
@@ -97,9 +119,15 @@ def _weights(names: Sequence[str], gradients: Mapping[str, Tensor | None], parts
     return weights if (columns @ weights - wanted).norm() <= close * wanted.norm() else None
 
 
-def _explained(names: Sequence[str], found: Sequence[Record], parts: Sequence[Mapping[str, Tensor | None]],
-               owner: Sequence[int], right: Tensor, close: float, axes: tuple[str, ...]
-               ) -> tuple[Kind, tuple[str, ...], str] | None:
+def _explained(
+    names: Sequence[str],
+    found: Sequence[Record],
+    parts: Sequence[Mapping[str, Tensor | None]],
+    owner: Sequence[int],
+    right: Tensor,
+    close: float,
+    axes: tuple[str, ...],
+) -> tuple[Kind, tuple[str, ...], str] | None:
     """Kind, axes and words for parameters that all are made of the batches in one way; None where they are not."""
     each = [_weights(names, record.gradients, parts, close) for record in found]
     if any(weights is None for weights in each):
@@ -114,9 +142,14 @@ def _explained(names: Sequence[str], found: Sequence[Record], parts: Sequence[Ma
     if all(alike(row, one) for row in taken):
         weighs = min(abs(one.sum()), abs(right.sum())) > near
         if weighs and not alike(one / one.sum(), right / right.sum()) and alike(one, one.mean().expand_as(one)):
-            return "weighed alike", axes, (
-                f"the ranks' batches weigh alike, and in one process {_listed(right / right.sum())}: a mean of the "
-                "ranks' means, whose numbers of targets differ; weigh each rank by its targets")
+            return (
+                "weighed alike",
+                axes,
+                (
+                    f"the ranks' batches weigh alike, and in one process {_listed(right / right.sum())}: a mean of the "
+                    "ranks' means, whose numbers of targets differ; weigh each rank by its targets"
+                ),
+            )
         lost = [i for i in range(len(right)) if abs(one[i]) <= near < abs(right[i])]
         if lost and all(abs(one[i] - right[i]) <= near for i in range(len(right)) if i not in lost):
             return "batch left out", axes, f"the batch of {_ranks_of(lost, owner)} is left out of it"
@@ -129,11 +162,23 @@ def _explained(names: Sequence[str], found: Sequence[Record], parts: Sequence[Ma
     but = f"right on {fine} of {len(found)} ranks; " if fine else ""
     if all(alone[rank] == owner[rank] for rank in wrong):
         own = "its own batch" if len(wrong) == 1 else "their own batches"
-        return "not averaged", axes, (f"{but}{ranks_are(wrong, 'has', 'have')} the gradient of {own} alone: the "
-                                      f"reduction over {' and '.join(axes)} is missing there")
-    return "another rank's", axes, but + "; ".join(
-        f"rank {rank} has the gradient of the batch of {_ranks_of([alone[rank]], owner)}"  # type: ignore[list-item]
-        for rank in wrong)
+        return (
+            "not averaged",
+            axes,
+            (
+                f"{but}{ranks_are(wrong, 'has', 'have')} the gradient of {own} alone: the "
+                f"reduction over {' and '.join(axes)} is missing there"
+            ),
+        )
+    return (
+        "another rank's",
+        axes,
+        but
+        + "; ".join(
+            f"rank {rank} has the gradient of the batch of {_ranks_of([alone[rank]], owner)}"  # type: ignore[list-item]
+            for rank in wrong
+        ),
+    )
 
 
 def _only(weights: Tensor, near: float) -> int | None:

@@ -11,8 +11,23 @@ from torch import Tensor
 
 from course_lib.audit.layouts import Layout
 
-Kind = Literal["equal", "missing", "factor", "sign", "not summed", "not averaged", "weighed alike", "batch left out",
-               "shard", "rank", "another's", "another rank's", "transposed", "not finite", "unrelated"]
+Kind = Literal[
+    "equal",
+    "missing",
+    "factor",
+    "sign",
+    "not summed",
+    "not averaged",
+    "weighed alike",
+    "batch left out",
+    "shard",
+    "rank",
+    "another's",
+    "another rank's",
+    "transposed",
+    "not finite",
+    "unrelated",
+]
 
 
 LAST = ("factor", "rank", "unrelated")
@@ -72,8 +87,15 @@ def sentence_of(findings: Sequence[Finding], follows: bool) -> str:
     return f"{names}{more}: {why}"
 
 
-def explain(name: str, tensors: Mapping[int, Tensor], wanted: Tensor, gradients: Mapping[str, Tensor | None],
-            layout: Layout, close: float, apart: float) -> Finding:
+def explain(
+    name: str,
+    tensors: Mapping[int, Tensor],
+    wanted: Tensor,
+    gradients: Mapping[str, Tensor | None],
+    layout: Layout,
+    close: float,
+    apart: float,
+) -> Finding:
     """Say what a parameter's gradient is instead, in the simplest words that fit.
 
     Args:
@@ -88,9 +110,17 @@ def explain(name: str, tensors: Mapping[int, Tensor], wanted: Tensor, gradients:
     return next(_explanations(name, tensors, wanted.double(), gradients, layout, close, apart))
 
 
-def _explanations(name: str, tensors: Mapping[int, Tensor], right: Tensor, gradients: Mapping[str, Tensor | None],
-                  layout: Layout, close: float, apart: float) -> Iterator[Finding]:
+def _explanations(
+    name: str,
+    tensors: Mapping[int, Tensor],
+    right: Tensor,
+    gradients: Mapping[str, Tensor | None],
+    layout: Layout,
+    close: float,
+    apart: float,
+) -> Iterator[Finding]:
     """From the simplest to the last, which always fits."""
+
     def alike(tensor: Tensor, other: Tensor = right) -> bool:
         return bool((tensor - other).norm() <= close * other.norm())
 
@@ -104,9 +134,11 @@ def _explanations(name: str, tensors: Mapping[int, Tensor], right: Tensor, gradi
             told, why = -1.0, "the sign is wrong"
         elif size := _size_of(one, layout, near):
             told, axes = size.factor, size.axes
-            why = f"the size of {size.words}: " + ("divided by it once too often, or a sum over it that is missing"
-                                                   if abs(one) < 1 else
-                                                   "summed over it once too often, or not divided by it")
+            why = f"the size of {size.words}: " + (
+                "divided by it once too often, or a sum over it that is missing"
+                if abs(one) < 1
+                else "summed over it once too often, or not divided by it"
+            )
         elif size := _size_of(one * one, layout, near):  # what is clipped by a norm
             axes = size.axes
             why = f"the root of the size of {size.words}: a norm whose squares are summed over it once too often"
@@ -118,32 +150,58 @@ def _explanations(name: str, tensors: Mapping[int, Tensor], right: Tensor, gradi
         groups = [[rank for rank in group if rank in tensors] for group in layout.together(axes)]
         groups = [group for group in groups if group]
         sums = [sum((tensors[rank] for rank in group), torch.zeros_like(right)) for group in groups]
-        for kind, parts in (("not summed", sums),
-                            ("not averaged", [s / len(g) for s, g in zip(sums, groups, strict=True)])):
+        for kind, parts in (
+            ("not summed", sums),
+            ("not averaged", [s / len(g) for s, g in zip(sums, groups, strict=True)]),
+        ):
             if all(alike(part) for part in parts) and any(len(group) > 1 for group in groups):
                 verb = kind.removeprefix("not ")
-                yield Finding(name, kind, None, axes, f"`{name}`: each rank of {_and(axes)} has its own part; {verb} "
-                              f"over {_and(axes)} they are the reference: that reduction is missing", apart)
+                yield Finding(
+                    name,
+                    kind,
+                    None,
+                    axes,
+                    f"`{name}`: each rank of {_and(axes)} has its own part; {verb} "
+                    f"over {_and(axes)} they are the reference: that reduction is missing",
+                    apart,
+                )
 
     wrong = [rank for rank, tensor in tensors.items() if not alike(tensor)]
     if len(wrong) < len(tensors):
         where = ranks_are(wrong, "is", "are")
-        yield Finding(name, "rank", factors[wrong[0]], (), f"`{name}`: right on {len(tensors) - len(wrong)} of "
-                      f"{len(tensors)} ranks; {where} wrong", apart)
+        yield Finding(
+            name,
+            "rank",
+            factors[wrong[0]],
+            (),
+            f"`{name}`: right on {len(tensors) - len(wrong)} of {len(tensors)} ranks; {where} wrong",
+            apart,
+        )
     for other, gradient in gradients.items():
-        if other != name and gradient is not None and gradient.shape == right.shape and all(
-                alike(tensor, gradient.double()) for tensor in tensors.values()):
+        if (
+            other != name
+            and gradient is not None
+            and gradient.shape == right.shape
+            and all(alike(tensor, gradient.double()) for tensor in tensors.values())
+        ):
             yield Finding(name, "another's", None, (), f"`{name}`: has the gradient of `{other}`", apart)
     if right.dim() == 2 and all(alike(tensor, right.T.reshape(right.shape)) for tensor in tensors.values()):
         yield Finding(name, "transposed", None, (), f"`{name}`: is transposed", apart)
     yield from _shards(name, tensors, right, layout, close, apart)
     yield from _exchanged(name, tensors, right, layout, close, apart)
-    yield Finding(name, "unrelated", None, (), f"`{name}`: {apart:.2g} of its norm away from the reference, and no "
-                  "factor, sum or shard explains it", apart)
+    yield Finding(
+        name,
+        "unrelated",
+        None,
+        (),
+        f"`{name}`: {apart:.2g} of its norm away from the reference, and no factor, sum or shard explains it",
+        apart,
+    )
 
 
-def _shards(name: str, tensors: Mapping[int, Tensor], right: Tensor, layout: Layout, close: float, apart: float
-            ) -> Iterator[Finding]:
+def _shards(
+    name: str, tensors: Mapping[int, Tensor], right: Tensor, layout: Layout, close: float, apart: float
+) -> Iterator[Finding]:
     """Where all ranks are right but for one chunk of a dimension, each of the others by its own size."""
     for axes, size in _cuts(layout):
         for dim in range(right.dim()):
@@ -152,15 +210,24 @@ def _shards(name: str, tensors: Mapping[int, Tensor], right: Tensor, layout: Lay
             bad: set[int] = set()
             for tensor in tensors.values():
                 parts = zip(tensor.chunk(size, dim), right.chunk(size, dim), strict=True)
-                bad |= {place for place, (mine, other) in enumerate(parts)
-                        if (mine - other).norm() > close * other.norm()}
+                bad |= {
+                    place for place, (mine, other) in enumerate(parts) if (mine - other).norm() > close * other.norm()
+                }
             if len(bad) == 1:
-                yield Finding(name, "shard", None, axes, f"`{name}`: right but for part {min(bad)} of {size} along "
-                              f"its dimension {dim}, as {_and(axes)} cuts it", apart)
+                yield Finding(
+                    name,
+                    "shard",
+                    None,
+                    axes,
+                    f"`{name}`: right but for part {min(bad)} of {size} along "
+                    f"its dimension {dim}, as {_and(axes)} cuts it",
+                    apart,
+                )
 
 
-def _exchanged(name: str, tensors: Mapping[int, Tensor], right: Tensor, layout: Layout, close: float, apart: float
-               ) -> Iterator[Finding]:
+def _exchanged(
+    name: str, tensors: Mapping[int, Tensor], right: Tensor, layout: Layout, close: float, apart: float
+) -> Iterator[Finding]:
     """Where all ranks have the right chunks of a dimension, or of the flat gradient, in each other's places."""
     for axes, size in _cuts(layout):
         for dim, whole in [*((dim, right) for dim in range(right.dim())), (0, right.flatten())]:
@@ -169,13 +236,27 @@ def _exchanged(name: str, tensors: Mapping[int, Tensor], right: Tensor, layout: 
             parts, orders = whole.chunk(size, dim), set()
             for tensor in tensors.values():
                 held = tensor.reshape(whole.shape).chunk(size, dim)
-                orders.add(tuple(next((place for place, part in enumerate(parts)
-                                       if (mine - part).norm() <= close * part.norm()), -1) for mine in held))
+                orders.add(
+                    tuple(
+                        next(
+                            (place for place, part in enumerate(parts) if (mine - part).norm() <= close * part.norm()),
+                            -1,
+                        )
+                        for mine in held
+                    )
+                )
             (order, *others) = orders
             if not others and sorted(order) == list(range(size)) and order != tuple(range(size)):
                 where = f"along its dimension {dim}" if whole.shape == right.shape else "of it, flattened,"
-                yield Finding(name, "another rank's", None, axes, f"`{name}`: the parts {where} stand in the order "
-                              f"{', '.join(map(str, order))}, as {_and(axes)} cuts it: ranks have each other's", apart)
+                yield Finding(
+                    name,
+                    "another rank's",
+                    None,
+                    axes,
+                    f"`{name}`: the parts {where} stand in the order "
+                    f"{', '.join(map(str, order))}, as {_and(axes)} cuts it: ranks have each other's",
+                    apart,
+                )
 
 
 def _cuts(layout: Layout) -> Iterator[tuple[tuple[str, ...], int]]:

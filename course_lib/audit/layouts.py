@@ -75,8 +75,11 @@ def layouts(ranks: int, axes: Sequence[str] = AXES) -> list[Layout]:
         raise ConfigError(f"unknown axis {unknown[0]!r} of a layout", f"use {', '.join(AXES)}")
     if ranks < 2:
         raise ConfigError(f"layouts of up to {ranks} ranks", "take 2 or more")
-    found = [Layout(**dict(zip(axes, sizes, strict=True)))
-             for sizes in itertools.product(range(1, ranks + 1), repeat=len(axes)) if 2 <= math.prod(sizes) <= ranks]
+    found = [
+        Layout(**dict(zip(axes, sizes, strict=True)))
+        for sizes in itertools.product(range(1, ranks + 1), repeat=len(axes))
+        if 2 <= math.prod(sizes) <= ranks
+    ]
 
     def ambiguous(layout: Layout) -> bool:
         return len(set(layout.used.values())) < len(layout.used)

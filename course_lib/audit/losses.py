@@ -30,8 +30,10 @@ def compared(reference: Record, found: Sequence[Record], layout: Layout, within:
         return [math.inf], ""
     first = None
     for weights, sentence in _ways([found[rank] for rank in telling], layout):
-        apart = [abs(sum(w * mine for w, mine in zip(weights, step, strict=True)) - right) / max(abs(right), 1e-12)
-                 for step, right in zip(zip(*losses, strict=True), reference.losses, strict=True)]
+        apart = [
+            abs(sum(w * mine for w, mine in zip(weights, step, strict=True)) - right) / max(abs(right), 1e-12)
+            for step, right in zip(zip(*losses, strict=True), reference.losses, strict=True)
+        ]
         first = first or (apart, "")
         if not apart or apart[0] <= within:
             return apart, sentence
@@ -45,12 +47,16 @@ def _ways(telling: Sequence[Record], layout: Layout) -> Iterator[tuple[list[floa
     for number in range(1, len(layout.used) + 1):
         for axes in itertools.combinations(layout.used, number):
             size = math.prod(layout.used[axis] for axis in axes)
-            yield [size / count] * count, (f"each rank's loss is a share: added up over {' and '.join(axes)} they are "
-                                           "the loss of one process")
+            yield (
+                [size / count] * count,
+                (f"each rank's loss is a share: added up over {' and '.join(axes)} they are the loss of one process"),
+            )
     for what, counts in _counts([record.batch for record in telling]):
         if sum(counts) and len(set(counts)) > 1:
-            yield [c / sum(counts) for c in counts], (f"weighed by their {what} the ranks' losses are that of one "
-                                                      "process")
+            yield (
+                [c / sum(counts) for c in counts],
+                (f"weighed by their {what} the ranks' losses are that of one process"),
+            )
 
 
 def _counts(batches: Sequence[Any]) -> Iterator[tuple[str, list[int]]]:

@@ -16,10 +16,15 @@ SHOWN = 12
 
 def as_json(audited: Audited) -> str:
     """All verdicts; what is infinite is null."""
-    tree = json.dumps({"clean": audited.clean, "notes": audited.notes,
-                       "verdicts": [verdict.as_dict() for verdict in audited.verdicts],
-                       "failed": {str(layout): why for layout, why in audited.failed.items()},
-                       "refused": {str(layout): why for layout, why in audited.refused.items()}})
+    tree = json.dumps(
+        {
+            "clean": audited.clean,
+            "notes": audited.notes,
+            "verdicts": [verdict.as_dict() for verdict in audited.verdicts],
+            "failed": {str(layout): why for layout, why in audited.failed.items()},
+            "refused": {str(layout): why for layout, why in audited.refused.items()},
+        }
+    )
     return json.dumps(json.loads(tree, parse_constant=lambda name: None), indent=1)  # JSON has no infinity
 
 
@@ -35,12 +40,23 @@ def lines(audited: Audited) -> Iterator[str]:
         share = f"{found / right:.6g}" if right else "-"
         yield f"{verdict.layout!s:<18}{verdict.loss_apart:<12.1e}{share:<24}{agree} of {parameters}"
         for sentence in sentences(verdict):
-            yield from textwrap.wrap(sentence, WIDTH, initial_indent="  ", subsequent_indent="    ",
-                                     break_long_words=False, break_on_hyphens=False)
+            yield from textwrap.wrap(
+                sentence,
+                WIDTH,
+                initial_indent="  ",
+                subsequent_indent="    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
     for how, which in (("failed", audited.failed), ("not run", audited.refused)):
         for layout, why in which.items():
-            yield from textwrap.wrap(f"{layout!s:<18}{how}: {why}", WIDTH, subsequent_indent=" " * 18,
-                                     break_long_words=False, break_on_hyphens=False)
+            yield from textwrap.wrap(
+                f"{layout!s:<18}{how}: {why}",
+                WIDTH,
+                subsequent_indent=" " * 18,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
 
 
 def sentences(verdict: Verdict) -> Iterator[str]:
@@ -53,14 +69,19 @@ def sentences(verdict: Verdict) -> Iterator[str]:
         yield verdict.untried
     if verdict.loss_is:
         yield verdict.loss_is
-    hidden = [what for what, apart in (("the losses", verdict.loss_apart), ("the weights after them",
-                                                                            verdict.weights_apart)) if apart < VISIBLE]
+    hidden = [
+        what
+        for what, apart in (("the losses", verdict.loss_apart), ("the weights after them", verdict.weights_apart))
+        if apart < VISIBLE
+    ]
     if verdict.wrong and hidden:
         yield f"{' and '.join(hidden)} do not show it in two steps: they agree to four digits"
     if verdict.weights and not verdict.wrong:
         yield f"the gradients agree, the weights do not: {', '.join(verdict.weights[:3])}"
     elif not verdict.wrong and not verdict.losses_agree:
-        yield ("the gradients agree, the losses do not, as no mean or sum over the ranks is that of one process: let "
-               "each rank's `loss` be that of its whole step, over all its micro-batches")
+        yield (
+            "the gradients agree, the losses do not, as no mean or sum over the ranks is that of one process: let "
+            "each rank's `loss` be that of its whole step, over all its micro-batches"
+        )
     if verdict.buffers:
         yield f"buffers differ: {', '.join(verdict.buffers[:3])}"

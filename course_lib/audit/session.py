@@ -73,8 +73,13 @@ def audit(make: Make, layouts: Iterable[Layout], *, timeout: float = 120.0) -> A
         verdicts.append(_attributed(verdict, reference, found, make, timeout, dropout) if verdict.wrong else verdict)
     if failed and not verdicts:
         raise next(iter(failed.values()))
-    return Audited(reference, verdicts, refused, notes, {
-        layout: str(error).removeprefix(f"{layout}: ") for layout, error in failed.items()})
+    return Audited(
+        reference,
+        verdicts,
+        refused,
+        notes,
+        {layout: str(error).removeprefix(f"{layout}: ") for layout, error in failed.items()},
+    )
 
 
 def _reference(make: Make, timeout: float) -> tuple[Record, bool, list[str]]:
@@ -83,29 +88,41 @@ def _reference(make: Make, timeout: float) -> tuple[Record, bool, list[str]]:
     Raises:
         CourseError: it cannot be compared with: two runs differ, or its loss reaches no weight.
     """
+
     def alone(seed: int, dropout: bool = True) -> Record:
         return _on_ranks(Layout(), timeout, observe, make, Layout(), STEPS, seed, dropout)[0]
 
     first = alone(0)
     check_reaches(first)
     if (name := _differing(first, alone(0))) is not None:
-        raise CourseError(f"two runs of one process differ in the gradient of `{name}`",
-                          "use deterministic operations, and read no clock")
+        raise CourseError(
+            f"two runs of one process differ in the gradient of `{name}`",
+            "use deterministic operations, and read no clock",
+        )
     if (name := _differing(first, alone(1))) is None:
         return first, True, []
     if first.dropouts:
         quiet = alone(0, dropout=False)
         if (name := _differing(quiet, alone(1, dropout=False))) is None:
             check_reaches(quiet)
-            return quiet, False, [f"dropout is switched off (modules: {first.dropouts}), on one process and on all "
-                                  "layouts: ranks draw other numbers than one process"]
-    raise CourseError(f"the step draws at random: with another seed one process has another gradient of `{name}`",
-                      "switch off what draws (dropout of functions and of attention, noise, samplers), or seed it in "
-                      "each step as on one process")
+            return (
+                quiet,
+                False,
+                [
+                    f"dropout is switched off (modules: {first.dropouts}), on one process and on all "
+                    "layouts: ranks draw other numbers than one process"
+                ],
+            )
+    raise CourseError(
+        f"the step draws at random: with another seed one process has another gradient of `{name}`",
+        "switch off what draws (dropout of functions and of attention, noise, samplers), or seed it in "
+        "each step as on one process",
+    )
 
 
-def _attributed(verdict: Verdict, reference: Record, found: list[Record], make: Make, timeout: float, dropout: bool
-                ) -> Verdict:
+def _attributed(
+    verdict: Verdict, reference: Record, found: list[Record], make: Make, timeout: float, dropout: bool
+) -> Verdict:
     """The verdict, with what the gradients of the ranks' own batches explain."""
     batches, owner = distinct([record.batch for record in found])
     if len(batches) < 2:
@@ -114,8 +131,9 @@ def _attributed(verdict: Verdict, reference: Record, found: list[Record], make: 
         (parts,) = _on_ranks(Layout(), timeout, observe_parts, make, batches, dropout)
     except (CourseError, NotImplementedError) as error:
         return dataclasses.replace(verdict, untried=untried(error))
-    return dataclasses.replace(verdict, gradients=attributed(
-        verdict.gradients, reference, found, verdict.layout, parts, owner, verdict.within))
+    return dataclasses.replace(
+        verdict, gradients=attributed(verdict.gradients, reference, found, verdict.layout, parts, owner, verdict.within)
+    )
 
 
 def _on_ranks(layout: Layout, timeout: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -126,19 +144,26 @@ def _on_ranks(layout: Layout, timeout: float, function: Callable[..., Any], *arg
         CourseError: anything else that was raised, or a rank that did not end.
     """
     try:
-        return launch(function, *args, num_processes=layout.ranks, device="cpu", timeout=timeout, stream=False,
-                      **kwargs)
+        return launch(
+            function, *args, num_processes=layout.ranks, device="cpu", timeout=timeout, stream=False, **kwargs
+        )
     except RankError as error:
         if isinstance(error.cause, NotImplementedError):
             raise error.cause from None
-        calls = [line.strip() for line in error.failure.traceback.splitlines()
-                 if line.strip().startswith("File ") and "site-packages" not in line]
+        calls = [
+            line.strip()
+            for line in error.failure.traceback.splitlines()
+            if line.strip().startswith("File ") and "site-packages" not in line
+        ]
         where = f" ({calls[-1].removeprefix('File ')})" if calls else ""
-        raise CourseError(f"{layout}: rank {error.rank} {error.failure.summary}{where}",
-                          "let it run in this layout before it is audited") from None
+        raise CourseError(
+            f"{layout}: rank {error.rank} {error.failure.summary}{where}",
+            "let it run in this layout before it is audited",
+        ) from None
     except RanksHung as error:
-        raise CourseError(f"{layout}: {str(error).splitlines()[0]}",
-                          "call each collective on all its ranks, or give a longer timeout") from None
+        raise CourseError(
+            f"{layout}: {str(error).splitlines()[0]}", "call each collective on all its ranks, or give a longer timeout"
+        ) from None
 
 
 def check_reaches(record: Record) -> None:
@@ -149,15 +174,21 @@ def check_reaches(record: Record) -> None:
     """
     held = {name: gradient for name, gradient in record.gradients.items() if gradient is not None}
     if not held:
-        raise CourseError("no gradient was seen: `optimizer.step()` was not called, or no parameter has one",
-                          "give the optimizer that steps, with parameters that the loss reaches")
+        raise CourseError(
+            "no gradient was seen: `optimizer.step()` was not called, or no parameter has one",
+            "give the optimizer that steps, with parameters that the loss reaches",
+        )
     for name, gradient in held.items():
         if not gradient.isfinite().all():
-            raise CourseError(f"one process has a gradient of `{name}` that is not finite",
-                              "lower the learning rate or the scale of the loss, and mend what divides by zero")
+            raise CourseError(
+                f"one process has a gradient of `{name}` that is not finite",
+                "lower the learning rate or the scale of the loss, and mend what divides by zero",
+            )
     if not record.norm:
-        raise CourseError(f"the loss reaches no weight: all {len(held)} gradients of one process are zero",
-                          "let the loss depend on the model's output, and detach nothing between them")
+        raise CourseError(
+            f"the loss reaches no weight: all {len(held)} gradients of one process are zero",
+            "let the loss depend on the model's output, and detach nothing between them",
+        )
 
 
 def _differing(first: Record, second: Record) -> str | None:
@@ -174,8 +205,12 @@ def _check_start(reference: Record, found: list[Record], layout: Layout) -> None
         for name, weight in record.start.items():
             right = reference.start.get(name)
             if right is None:
-                raise CourseError(f"rank {rank} of {layout} has a parameter `{name}`, and one process has none",
-                                  "give names as in one process, without what a wrapper adds")
+                raise CourseError(
+                    f"rank {rank} of {layout} has a parameter `{name}`, and one process has none",
+                    "give names as in one process, without what a wrapper adds",
+                )
             if weight.shape == right.shape and not torch.equal(weight, right):
-                raise CourseError(f"`{name}` begins with other values on rank {rank} of {layout} than in one process",
-                                  "build the model from the same seed on every rank, or from the same file")
+                raise CourseError(
+                    f"`{name}` begins with other values on rank {rank} of {layout} than in one process",
+                    "build the model from the same seed on every rank, or from the same file",
+                )

@@ -32,8 +32,9 @@ class GradientDiffers(CourseError):
         self.verdict = verdict
         wrong = verdict.told or [f"the loss is {verdict.loss_apart:.2g} of its size away from one process"]
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        super().__init__(f"{verdict.layout}: {wrong[0]}{more}{verdict.untried and f'; {verdict.untried}'}",
-                         "see `error.verdict`")
+        super().__init__(
+            f"{verdict.layout}: {wrong[0]}{more}{verdict.untried and f'; {verdict.untried}'}", "see `error.verdict`"
+        )
 
     def __reduce__(self):
         return type(self), (self.verdict,)
@@ -68,9 +69,16 @@ class AuditedStep:
 
 
 @contextlib.contextmanager
-def step(model: nn.Module, reference: Reference | str | os.PathLike, *, batch: Any = None,
-         layout: Layout | None = None, gradients: Callable[[], Mapping[str, Tensor | None]] | None = None,
-         weights: Callable[[], Mapping[str, Tensor]] | None = None, strict: bool = True) -> Iterator[AuditedStep]:
+def step(
+    model: nn.Module,
+    reference: Reference | str | os.PathLike,
+    *,
+    batch: Any = None,
+    layout: Layout | None = None,
+    gradients: Callable[[], Mapping[str, Tensor | None]] | None = None,
+    weights: Callable[[], Mapping[str, Tensor]] | None = None,
+    strict: bool = True,
+) -> Iterator[AuditedStep]:
     """Compare the gradients of the step in this block with those of one process; every rank enters it.
 
     They are read when the first optimizer steps, or at the block's end where none does.
@@ -148,8 +156,10 @@ def _recorded(subject: Subject, told: AuditedStep) -> Iterator[Record]:
     if told.loss is not None:
         record.losses = [float(torch.as_tensor(told.loss).detach().double())]
     if all(gradient is None for gradient in record.gradients.values()):
-        raise CourseError("no parameter of the model has a gradient when the optimizer steps",
-                          "call backward in the block, or give `gradients`, where the engine keeps them elsewhere")
+        raise CourseError(
+            "no parameter of the model has a gradient when the optimizer steps",
+            "call backward in the block, or give `gradients`, where the engine keeps them elsewhere",
+        )
 
 
 def _generators() -> list[Tensor]:
@@ -176,8 +186,12 @@ def _verdict(reference: Reference | str | os.PathLike, everybody: list[Any], lay
             right = _computed(reference, found[0].start, _joined(batches, layout))
         else:
             right = Record(**torch.load(Path(reference), weights_only=True))
-            _check_same(right, found[0], "in the job as in the reference's file",
-                        "write the file from the weights that the step begins with")
+            _check_same(
+                right,
+                found[0],
+                "in the job as in the reference's file",
+                "write the file from the weights that the step begins with",
+            )
         check_reaches(right)
     except CourseError as error:
         return error
@@ -187,9 +201,11 @@ def _verdict(reference: Reference | str | os.PathLike, everybody: list[Any], lay
             record.losses = []
     verdict = judge(right, found, layout)
     if verdict.wrong and any(record.drew for record in (right, *found)):
-        return CourseError("random numbers were drawn in the step, so that its gradients differ from one process's "
-                           "though they be right", "switch dropout off while the step is audited, and load the batch "
-                           "before the block")
+        return CourseError(
+            "random numbers were drawn in the step, so that its gradients differ from one process's "
+            "though they be right",
+            "switch dropout off while the step is audited, and load the batch before the block",
+        )
     if verdict.wrong and isinstance(reference, Reference):
         own, owner = distinct(batches)
         try:
@@ -214,16 +230,19 @@ def _computed(reference: Reference, start: dict[str, Tensor], batch: Any) -> Rec
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     for name, parameter in parameters.items():
         if name not in start:
-            raise CourseError(f"the reference has a parameter `{name}`, and the model that is trained none",
-                              "build the same model, without what a wrapper adds")
+            raise CourseError(
+                f"the reference has a parameter `{name}`, and the model that is trained none",
+                "build the same model, without what a wrapper adds",
+            )
         parameter.data.copy_(start[name])
         parameter.grad = None
     loss = reference.loss(model, batch)
     loss.backward()
     if reference.clip is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), reference.clip)
-    record = Record(start, [float(loss.detach().double())],
-                    {name: parameter.grad for name, parameter in parameters.items()})
+    record = Record(
+        start, [float(loss.detach().double())], {name: parameter.grad for name, parameter in parameters.items()}
+    )
     record.terms = max((tensor.numel() for tensor in tensors_of(batch)), default=1)
     record.drew = any(not torch.equal(*states) for states in zip(before, _generators(), strict=True))
     return record
@@ -233,9 +252,14 @@ def _joined(batches: list[Any], layout: Layout) -> Any:
     """The whole batch: of ranks that share their data, the first one's."""
     rows = []
     for data in range(layout.dp * layout.shard):
-        parts = [batches[rank] for rank in range(layout.ranks)
-                 if (place := layout.place(rank))["dp"] * layout.shard + place["shard"] == data
-                 and not place["pp"] and not place["ep"] and not place["tp"]]
+        parts = [
+            batches[rank]
+            for rank in range(layout.ranks)
+            if (place := layout.place(rank))["dp"] * layout.shard + place["shard"] == data
+            and not place["pp"]
+            and not place["ep"]
+            and not place["tp"]
+        ]
         rows.append(_cat(parts, 1) if len(parts) > 1 else parts[0])
     return _cat(rows, 0) if len(rows) > 1 else rows[0]
 

@@ -96,13 +96,18 @@ def observe(make: Make, layout: Layout, steps: int, seed: int = 0, dropout: bool
         dropout: leave the modules of dropout as they are; else they keep everything.
     """
     subject = _made(make, layout)
-    drawing = [module for module in subject.model.modules()
-               if isinstance(module, _DropoutNd) and module.p and module.training]
+    drawing = [
+        module for module in subject.model.modules() if isinstance(module, _DropoutNd) and module.p and module.training
+    ]
     if not dropout:
         for module in drawing:
             module.p = 0.0
-    record = Record(weights_of(subject), terms=max((t.numel() for t in tensors_of(subject.batch)), default=1),
-                    batch=_if_sendable(subject.batch), dropouts=len(drawing))
+    record = Record(
+        weights_of(subject),
+        terms=max((t.numel() for t in tensors_of(subject.batch)), default=1),
+        batch=_if_sendable(subject.batch),
+        dropouts=len(drawing),
+    )
 
     def read(*_: Any) -> None:
         if not record.gradients:
@@ -126,6 +131,7 @@ def observe_parts(make: Make, batches: list[Any], dropout: bool) -> list[dict[st
     """The first gradient of each batch alone, on one process that begins anew for each."""
     found = []
     for batch in batches:
+
         def of_batch(layout: Layout, batch: Any = batch) -> Subject:
             subject = make(layout)
             subject = subject if isinstance(subject, Subject) else _of_tuple(subject)
@@ -183,8 +189,10 @@ def gradients_of(subject: Subject) -> dict[str, Tensor | None]:
     """Whole, by the plain names of the parameters; every rank calls it."""
     if subject.gradients is not None:
         return {plain_name(name): None if g is None else _whole(g) for name, g in subject.gradients().items()}
-    return {plain_name(name): None if parameter.grad is None else _whole(parameter.grad)
-            for name, parameter in subject.model.named_parameters()}
+    return {
+        plain_name(name): None if parameter.grad is None else _whole(parameter.grad)
+        for name, parameter in subject.model.named_parameters()
+    }
 
 
 def weights_of(subject: Subject) -> dict[str, Tensor]:
@@ -193,8 +201,9 @@ def weights_of(subject: Subject) -> dict[str, Tensor]:
     return {plain_name(name): _whole(tensor) for name, tensor in named.items()}
 
 
-def gathered_pieces(pieces: Mapping[str, Shard], gradients: bool, group: dist.ProcessGroup | None = None
-                    ) -> dict[str, Tensor | None]:
+def gathered_pieces(
+    pieces: Mapping[str, Shard], gradients: bool, group: dist.ProcessGroup | None = None
+) -> dict[str, Tensor | None]:
     """Whole tensors from this course's sharded engines, ``engine.pieces()``; every rank calls it.
 
     Args:
@@ -202,8 +211,9 @@ def gathered_pieces(pieces: Mapping[str, Shard], gradients: bool, group: dist.Pr
         gradients: of the pieces, as the optimizer has them; else the pieces themselves.
         group: whose ranks hold the rest.
     """
-    mine = {name: (piece.start, piece.data.grad if gradients else piece.data.detach())
-            for name, piece in pieces.items()}
+    mine = {
+        name: (piece.start, piece.data.grad if gradients else piece.data.detach()) for name, piece in pieces.items()
+    }
     everybody: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everybody, mine, group=group)
     whole: dict[str, Tensor | None] = {}

@@ -25,8 +25,8 @@ def tolerance(dtype: torch.dtype, terms: int) -> float:
     a gradient add up to √64 of one rounding, 1/16 for bfloat16.
     """
     summed = dtype if torch.finfo(dtype).bits >= 32 else torch.float32
-    stored = 0.0 if summed == dtype else STORED ** 0.5 * torch.finfo(dtype).eps
-    return stored + 64 * torch.finfo(summed).eps * terms ** 0.5
+    stored = 0.0 if summed == dtype else STORED**0.5 * torch.finfo(dtype).eps
+    return stored + 64 * torch.finfo(summed).eps * terms**0.5
 
 
 STORED = 64
@@ -102,11 +102,20 @@ class Verdict:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"layout": self.layout.used, "clean": self.clean, "losses_apart": self.losses_apart,
-                "loss_is": self.loss_is, "untried": self.untried, "norm": self.norm, "told": self.told,
-                "within": self.within, "weights": self.weights, "weights_apart": self.weights_apart,
-                "buffers": self.buffers,
-                "gradients": [asdict(finding) for finding in self.gradients]}
+        return {
+            "layout": self.layout.used,
+            "clean": self.clean,
+            "losses_apart": self.losses_apart,
+            "loss_is": self.loss_is,
+            "untried": self.untried,
+            "norm": self.norm,
+            "told": self.told,
+            "within": self.within,
+            "weights": self.weights,
+            "weights_apart": self.weights_apart,
+            "buffers": self.buffers,
+            "gradients": [asdict(finding) for finding in self.gradients],
+        }
 
 
 def judge(reference: Record, found: Sequence[Record], layout: Layout) -> Verdict:
@@ -115,13 +124,24 @@ def judge(reference: Record, found: Sequence[Record], layout: Layout) -> Verdict
     within = tolerance(dtype, reference.terms)
     gradients = [_of_parameter(name, reference, found, layout, within) for name in reference.gradients]
     losses_apart, loss_is = compared(reference, found, layout, within)
-    weights, buffers = (_differences(wanted, theirs) for wanted, theirs in (
-        (reference.weights, [record.weights for record in found]),
-        (reference.buffers, [record.buffers for record in found])))
-    return Verdict(layout, losses_apart, (_whole_norm(found), reference.norm), gradients,
-                   [name for name, apart in weights.items() if apart > _after_a_step(within)],
-                   max(weights.values(), default=0.0),
-                   [name for name, apart in buffers.items() if apart > _after_a_step(within)], within, loss_is)
+    weights, buffers = (
+        _differences(wanted, theirs)
+        for wanted, theirs in (
+            (reference.weights, [record.weights for record in found]),
+            (reference.buffers, [record.buffers for record in found]),
+        )
+    )
+    return Verdict(
+        layout,
+        losses_apart,
+        (_whole_norm(found), reference.norm),
+        gradients,
+        [name for name, apart in weights.items() if apart > _after_a_step(within)],
+        max(weights.values(), default=0.0),
+        [name for name, apart in buffers.items() if apart > _after_a_step(within)],
+        within,
+        loss_is,
+    )
 
 
 def _after_a_step(within: float) -> float:
@@ -141,8 +161,7 @@ def _of_parameter(name: str, reference: Record, found: Sequence[Record], layout:
         if not extra:
             return Finding(name, "equal")
         if not wanted_norm:
-            return Finding(name, "unrelated", apart=1.0,
-                           sentence=f"`{name}`: has a gradient, and in one process none")
+            return Finding(name, "unrelated", apart=1.0, sentence=f"`{name}`: has a gradient, and in one process none")
     assert wanted is not None
     if bare:
         where = "no rank has a gradient" if len(bare) == len(held) else f"{ranks_are(bare, 'has', 'have')} no gradient"
@@ -151,14 +170,24 @@ def _of_parameter(name: str, reference: Record, found: Sequence[Record], layout:
     right = wanted.double()
     if any(tensor.shape != right.shape for tensor in tensors.values()):
         shapes = sorted({tuple(tensor.shape) for tensor in tensors.values()})
-        return Finding(name, "unrelated", apart=1.0, sentence=f"`{name}`: its gradient has the shape {shapes[0]}, and "
-                       f"the parameter {tuple(right.shape)}: give whole gradients")
+        return Finding(
+            name,
+            "unrelated",
+            apart=1.0,
+            sentence=f"`{name}`: its gradient has the shape {shapes[0]}, and "
+            f"the parameter {tuple(right.shape)}: give whole gradients",
+        )
     if endless := [rank for rank, tensor in tensors.items() if not tensor.isfinite().all()]:
-        return Finding(name, "not finite", sentence=f"`{name}`: {ranks_are(endless, 'has', 'have')} one that is not "
-                       "finite, and one process does not", apart=math.inf)
+        return Finding(
+            name,
+            "not finite",
+            sentence=f"`{name}`: {ranks_are(endless, 'has', 'have')} one that is not finite, and one process does not",
+            apart=math.inf,
+        )
     if not any(tensor.any() for tensor in tensors.values()):
-        return Finding(name, "missing", sentence=f"`{name}`: is zero on every rank, and in one process it is not",
-                       apart=1.0)
+        return Finding(
+            name, "missing", sentence=f"`{name}`: is zero on every rank, and in one process it is not", apart=1.0
+        )
     apart = max(float((tensor - right).norm()) for tensor in tensors.values()) / wanted_norm
     close = within + floor / wanted_norm
     if apart <= close:
@@ -172,9 +201,11 @@ def _of_a_size(reference: Record, elements: int) -> float:
     What cancels to nothing, as the gradient of a key's bias, is nothing, whatever its digits are: they are rounding of
     terms of this size.
     """
-    largest = max((float(g.double().square().mean()) ** 0.5 for g in reference.gradients.values()
-                   if g is not None and g.numel()), default=0.0)
-    return min(reference.norm, largest * elements ** 0.5)
+    largest = max(
+        (float(g.double().square().mean()) ** 0.5 for g in reference.gradients.values() if g is not None and g.numel()),
+        default=0.0,
+    )
+    return min(reference.norm, largest * elements**0.5)
 
 
 def _differences(wanted: dict[str, Tensor], found: Sequence[dict[str, Tensor]]) -> dict[str, float]:
@@ -188,8 +219,10 @@ def _differences(wanted: dict[str, Tensor], found: Sequence[dict[str, Tensor]]) 
         difference = float((mine.double() - right.double()).norm()) / size
         return math.inf if math.isnan(difference) else difference
 
-    return {name: max((apart(held[name], right) for held in found if name in held), default=math.inf)
-            for name, right in wanted.items()}
+    return {
+        name: max((apart(held[name], right) for held in found if name in held), default=math.inf)
+        for name, right in wanted.items()
+    }
 
 
 def _whole_norm(found: Sequence[Record]) -> float:

@@ -91,14 +91,19 @@ def discover(environ: Mapping[str, str] | None = None) -> Container | None:
         output=Path(environ.get("SM_OUTPUT_DATA_DIR", model.parent / "output" / "data")),
         failure=Path(environ.get("SM_OUTPUT_FAILURE", model.parent / "output" / "failure")),
         checkpoints=model.parent / "checkpoints",
-        channels={name.removeprefix(prefix).lower(): Path(folder) for name, folder in environ.items()
-                  if name.startswith(prefix)})
+        channels={
+            name.removeprefix(prefix).lower(): Path(folder)
+            for name, folder in environ.items()
+            if name.startswith(prefix)
+        },
+    )
 
 
 def metric_line(line: Mapping[str, Any]) -> str:
     """A logged line as one line of text: ``metrics: step=10 loss=0.6931 …``."""
-    return "metrics: " + " ".join(f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
-                                  for name, value in line.items())
+    return "metrics: " + " ".join(
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in line.items()
+    )
 
 
 def metric_lines() -> "list[Callback]":

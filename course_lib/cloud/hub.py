@@ -81,8 +81,9 @@ def _reachable(repo: str) -> str:
     validate_repo_id(repo)
     token = get_token()
     if not token:
-        raise HubError("push_to_hub needs a token of the Hub, and there is none",
-                       "set HF_TOKEN, or log in with `hf auth login`")
+        raise HubError(
+            "push_to_hub needs a token of the Hub, and there is none", "set HF_TOKEN, or log in with `hf auth login`"
+        )
     if constants.is_offline_mode():
         raise OfflineModeIsEnabled
     if problem := hub_reachable.problem(timeout=5.0):
@@ -100,24 +101,29 @@ def _said(repo: str, safe: str) -> Iterator[None]:
     try:
         yield
     except HFValidationError as error:
-        raise HubError(f"push_to_hub `{repo}` is no name of a repository ({_first_line(error)})",
-                       "write NAME or OWNER/NAME") from None
+        raise HubError(
+            f"push_to_hub `{repo}` is no name of a repository ({_first_line(error)})", "write NAME or OWNER/NAME"
+        ) from None
     except OfflineModeIsEnabled:
         raise HubError(f"cannot push to {repo}: HF_HUB_OFFLINE forbids the network", f"unset it; {safe}") from None
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else 0
-        reason = {401: "the Hub does not know the token", 403: "the token has no right to write there",
-                  404: "there is no such repository or owner, or the token may not see it"}.get(
-                      status, f"the Hub answered {status}: {_first_line(error)}")
+        reason = {
+            401: "the Hub does not know the token",
+            403: "the token has no right to write there",
+            404: "there is no such repository or owner, or the token may not see it",
+        }.get(status, f"the Hub answered {status}: {_first_line(error)}")
         raise HubError(f"cannot push to {repo}: {reason}", safe) from None
     except (HTTPError, OSError) as error:
-        raise HubError(f"cannot push to {repo}: {constants.ENDPOINT} cannot be reached ({_first_line(error)})",
-                       safe) from None
+        raise HubError(
+            f"cannot push to {repo}: {constants.ENDPOINT} cannot be reached ({_first_line(error)})", safe
+        ) from None
     except RuntimeError as error:
         if not isinstance(error.__cause__, HTTPError | OSError):
             raise
-        raise HubError(f"cannot push to {repo}: the upload broke off ({_first_line(error)} "
-                       f"{_first_line(error.__cause__)})", safe) from None
+        raise HubError(
+            f"cannot push to {repo}: the upload broke off ({_first_line(error)} {_first_line(error.__cause__)})", safe
+        ) from None
 
 
 def _first_line(error: BaseException) -> str:

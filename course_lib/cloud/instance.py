@@ -19,8 +19,17 @@ from typing import Any
 
 import psutil
 
-PASSED_ON = ("PATH", "HOME", "TMPDIR", "LANG", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "OMP_WAIT_POLICY",
-             "CUDA_VISIBLE_DEVICES")
+PASSED_ON = (
+    "PATH",
+    "HOME",
+    "TMPDIR",
+    "LANG",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "CUDA_VISIBLE_DEVICES",
+)
 """Of this process's environment, what the job sees besides the request's; the drivers print all that it sees."""
 
 
@@ -58,8 +67,12 @@ class Instance:
             "hyperparameters": {name: self.here(value) for name, value in request["HyperParameters"].items()},
             "inputdataconfig": channels,
             "resourceconfig": {
-                "current_host": self.hosts[self.number], "hosts": self.hosts, "network_interface_name": "lo",
-                "current_instance_type": request["ResourceConfig"]["InstanceType"]}}
+                "current_host": self.hosts[self.number],
+                "hosts": self.hosts,
+                "network_interface_name": "lo",
+                "current_instance_type": request["ResourceConfig"]["InstanceType"],
+            },
+        }
         for name, content in configs.items():
             (self.root / "input" / "config" / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
 
@@ -76,12 +89,22 @@ class Instance:
         environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(self.hosts)))}
         environment |= {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         environment |= request.get("Environment", {}) | {
-            "TRAINING_JOB_NAME": request["TrainingJobName"], "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "TRAINING_JOB_NAME": request["TrainingJobName"],
+            "PYTHONUNBUFFERED": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "PET_MASTER_PORT": str(self.port)}  # one instance alone is given no port, and torchrun's own may be taken
+            "PET_MASTER_PORT": str(self.port),
+        }  # one instance alone is given no port, and torchrun's own may be taken
         with log.open("w") as out:
-            self.process = subprocess.Popen(command, env=environment, cwd=self.root, stdout=out, text=True,
-                                            stderr=subprocess.STDOUT, start_new_session=True)
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                cwd=self.root,
+                stdout=out,
+                text=True,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def processes(self) -> list[psutil.Process]:
         """Every process of the container that is still there."""

@@ -46,15 +46,19 @@ class Job:
             raise ConfigError(f"{self.instance_count} instances of {self.processes} processes", "give at least one")
         if wanted not in (None, world):
             machines = f"{self.instance_count} × {self.instance_type or 'a machine'}"
-            raise ConfigError(f"num_processes is {wanted}, and {machines} start {self.processes} each",
-                              "leave num_processes out, or give --processes_per_instance")
+            raise ConfigError(
+                f"num_processes is {wanted}, and {machines} start {self.processes} each",
+                "leave num_processes out, or give --processes_per_instance",
+            )
         if world > 1 and self.config.run.training_type == "basic":
             raise ConfigError(f"training_type basic runs one process, not {world}", "use --training_type accelerated")
         if not re.fullmatch(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,39}", self.name):
             raise ConfigError(f"job name `{self.name}`", "use up to 40 letters, digits and hyphens")
         if self.max_hours <= 0 or (self.spot and self.max_wait_hours < self.max_hours):
-            raise ConfigError(f"max_hours {self.max_hours:g}, max_wait_hours {self.max_wait_hours:g}",
-                              "give more than 0 hours, and no shorter wait than the run")
+            raise ConfigError(
+                f"max_hours {self.max_hours:g}, max_wait_hours {self.max_wait_hours:g}",
+                "give more than 0 hours, and no shorter wait than the run",
+            )
         if self.spot and self.keep_alive_minutes:
             raise ConfigError("a warm pool cannot be kept on spot capacity", "leave out --spot or --warm_pool")
         if not 0 <= self.keep_alive_minutes <= 60:
@@ -69,10 +73,15 @@ class Job:
     def fields(self) -> dict[str, str]:
         """The config's fields that differ from their defaults, as text: options of the trainer."""
         defaults = {option.name: option.default for option in options()}
-        given = {name: value for name, value in flatten(self.config).items()
-                 if value != defaults[name] and name not in NOT_SENT}
-        return {name: "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-                for name, value in given.items()}
+        given = {
+            name: value
+            for name, value in flatten(self.config).items()
+            if value != defaults[name] and name not in NOT_SENT
+        }
+        return {
+            name: "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+            for name, value in given.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -106,13 +115,19 @@ def estimate(job: Job) -> Estimate:
     machine = _instance(job.instance_type)
     assert machine.dollars_per_gpu_hour is not None  # every instance has a price
     hourly = machine.dollars_per_gpu_hour * machine.gpus
-    return Estimate(hourly, hourly * job.instance_count * job.max_hours,
-                    hourly * job.instance_count * job.keep_alive_minutes / 60, PRICES)
+    return Estimate(
+        hourly,
+        hourly * job.instance_count * job.max_hours,
+        hourly * job.instance_count * job.keep_alive_minutes / 60,
+        PRICES,
+    )
 
 
 def _instance(instance_type: str) -> hardware.Cluster:
     cluster = hardware.cluster(instance_type)
     if cluster.instance is None:
-        raise ConfigError(f"`{instance_type}` is no SageMaker instance",
-                          "choose from " + ", ".join(name for name in hardware.names() if name.startswith("ml.")))
+        raise ConfigError(
+            f"`{instance_type}` is no SageMaker instance",
+            "choose from " + ", ".join(name for name in hardware.names() if name.startswith("ml.")),
+        )
     return cluster

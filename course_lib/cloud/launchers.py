@@ -28,8 +28,12 @@ RESUME = "--resume_from_checkpoint auto"
 
 def torchrun(job: Job) -> str:
     """A script for every machine, by hand: ``HEAD=10.0.0.1 bash torchrun.sh`` on each, at about the same time."""
-    meeting = (f'--rdzv_backend c10d --rdzv_endpoint "${{HEAD:?the address of one of the machines}}:{PORT}" '
-               f"--rdzv_id {job.name}" if job.instance_count > 1 else "--standalone")
+    meeting = (
+        f'--rdzv_backend c10d --rdzv_endpoint "${{HEAD:?the address of one of the machines}}:{PORT}" '
+        f"--rdzv_id {job.name}"
+        if job.instance_count > 1
+        else "--standalone"
+    )
     return f"""#!/bin/bash
 # {job.instance_count} × {job.processes} ranks. output_dir has to be on a disk that all machines share.
 set -euo pipefail
@@ -81,12 +85,13 @@ def accelerate(job: Job) -> str:
     from course_lib.training.launchfiles import accelerate_yaml, several_processes  # torch takes two seconds
 
     world = job.instance_count * job.processes
-    line = (f"accelerate launch --config_file FILE --machine_rank 0 --main_process_ip 10.0.0.1 {TRAIN} "
-            f"{options(job)}")
+    line = f"accelerate launch --config_file FILE --machine_rank 0 --main_process_ip 10.0.0.1 {TRAIN} {options(job)}"
     cpu = "" if _has_gpus(job) else "ACCELERATE_USE_CPU=true "
-    head = ("# The same line on each machine, with its own --machine_rank; the address is that of machine 0:\n"
-            f"#   {cpu}{line}\n"
-            "# mixed_precision: the run's own option decides.\n")
+    head = (
+        "# The same line on each machine, with its own --machine_rank; the address is that of machine 0:\n"
+        f"#   {cpu}{line}\n"
+        "# mixed_precision: the run's own option decides.\n"
+    )
     return accelerate_yaml(several_processes(world), world, job.instance_count, head=head)
 
 
@@ -105,10 +110,18 @@ torchrun --nnodes "$SKYPILOT_NUM_NODES" --nproc_per_node {job.processes} --node_
     --master_addr "$head" --master_port {PORT} \\
     {TRAIN} {options(job)} {RESUME}
 """
-    task = {"name": job.name, "num_nodes": job.instance_count, "resources": resources, "workdir": ".",
-            "setup": "pip install -c constraints.txt -e .[train,tracking]\n", "run": run}
-    return ("# output_dir has to be on a disk that all nodes share, or in a bucket that file_mounts mounts.\n"
-            + yaml.dump(task, Dumper=_Dumper, sort_keys=False))
+    task = {
+        "name": job.name,
+        "num_nodes": job.instance_count,
+        "resources": resources,
+        "workdir": ".",
+        "setup": "pip install -c constraints.txt -e .[train,tracking]\n",
+        "run": run,
+    }
+    return (
+        "# output_dir has to be on a disk that all nodes share, or in a bucket that file_mounts mounts.\n"
+        + yaml.dump(task, Dumper=_Dumper, sort_keys=False)
+    )
 
 
 class _Dumper(yaml.SafeDumper):
@@ -133,6 +146,9 @@ def _has_gpus(job: Job) -> bool:
 
 
 LAUNCHERS: dict[str, tuple[str, Callable[[Job], str]]] = {
-    "slurm": ("job.sbatch", slurm), "torchrun": ("torchrun.sh", torchrun),
-    "accelerate": ("accelerate.yaml", accelerate), "skypilot": ("skypilot.yaml", skypilot)}
+    "slurm": ("job.sbatch", slurm),
+    "torchrun": ("torchrun.sh", torchrun),
+    "accelerate": ("accelerate.yaml", accelerate),
+    "skypilot": ("skypilot.yaml", skypilot),
+}
 """File name and writer by launcher."""

@@ -64,7 +64,8 @@ class Player:
         described.training_job_status, described.secondary_status = "InProgress", "Starting"
         described.final_metric_data_list, described.secondary_status_transitions = [], []
         described.algorithm_specification["MetricDefinitions"] = request["AlgorithmSpecification"].get(
-            "MetricDefinitions", [])
+            "MetricDefinitions", []
+        )
         thread = threading.Thread(target=_Play(self, request, described).run, daemon=True)
         self.threads.append(thread)
         thread.start()
@@ -196,8 +197,11 @@ class _Play:
             lines.append(re.split(r"\r", line.rstrip("\n"))[-1])
         if lines:
             now = int(time.time() * 1000)
-            self.logs.put_log_events(logGroupName=LOG_GROUP, logStreamName=stream,
-                                     logEvents=[{"timestamp": now, "message": line or " "} for line in lines])
+            self.logs.put_log_events(
+                logGroupName=LOG_GROUP,
+                logStreamName=stream,
+                logEvents=[{"timestamp": now, "message": line or " "} for line in lines],
+            )
             self.lines += lines
         return lines
 

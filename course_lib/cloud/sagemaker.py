@@ -28,9 +28,15 @@ CHECKPOINTS = "/opt/ml/checkpoints"
 NO_TELEMETRY = {"SchemaVersion": "1.0", "SageMaker": {"PythonSDK": {"Modules": {"TelemetryOptOut": True}}}}
 """The SDK reports each call to AWS unless its configuration says so."""
 METRICS = {
-    "train:loss": "loss", "train:learning_rate": "learning_rate", "train:gradient_norm": "gradient_norm",
-    "train:samples_per_second": "samples_per_second", "eval:loss": "eval.loss", "eval:accuracy": "eval.accuracy",
-    "eval:macro_f1": "eval.macro_f1", "eval:perplexity": "eval.perplexity"}
+    "train:loss": "loss",
+    "train:learning_rate": "learning_rate",
+    "train:gradient_norm": "gradient_norm",
+    "train:samples_per_second": "samples_per_second",
+    "eval:loss": "eval.loss",
+    "eval:accuracy": "eval.accuracy",
+    "eval:macro_f1": "eval.macro_f1",
+    "eval:perplexity": "eval.perplexity",
+}
 """Name of a metric in SageMaker, and of the number in the trainer's printed lines that it is read from."""
 ON_THE_JOB = ("train", "tracking")
 """Extras of the course that a training needs, beside its base."""
@@ -67,23 +73,38 @@ class Account:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"arn:aws[a-z-]*:iam::\d{12}:role/.+", self.role):
-            raise CloudError(f"role `{self.role}` is no ARN of a role",
-                             "give --role arn:aws:iam::ACCOUNT:role/NAME, one that SageMaker may take")
+            raise CloudError(
+                f"role `{self.role}` is no ARN of a role",
+                "give --role arn:aws:iam::ACCOUNT:role/NAME, one that SageMaker may take",
+            )
         if self.bucket and not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", self.bucket):
-            raise CloudError(f"bucket `{self.bucket}` is no name of one",
-                             "give 3 to 63 small letters, digits, points and hyphens, without s3://")
+            raise CloudError(
+                f"bucket `{self.bucket}` is no name of one",
+                "give 3 to 63 small letters, digits, points and hyphens, without s3://",
+            )
         for name, value in self.tags.items():
-            if re.search(r"[^\w\s.:/=+@-]", name + value) or not 0 < len(name) <= 128 or len(value) > 256 or (
-                    name.lower().startswith("aws:")):
-                raise CloudError(f"AWS takes no tag {name}={value}", "use letters, digits, spaces and _.:/=+-@, at "
-                                 "most 128 before the = and 256 after it, and no name that begins with aws:")
+            if (
+                re.search(r"[^\w\s.:/=+@-]", name + value)
+                or not 0 < len(name) <= 128
+                or len(value) > 256
+                or (name.lower().startswith("aws:"))
+            ):
+                raise CloudError(
+                    f"AWS takes no tag {name}={value}",
+                    "use letters, digits, spaces and _.:/=+-@, at "
+                    "most 128 before the = and 256 after it, and no name that begins with aws:",
+                )
         for name, value in self.environment.items():
             if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]{0,511}", name) or len(value) > 512:
-                raise CloudError(f"SageMaker takes no environment variable {name} of {len(value)} characters",
-                                 "use letters, digits and _ in its name, and up to 512 characters")
+                raise CloudError(
+                    f"SageMaker takes no environment variable {name} of {len(value)} characters",
+                    "use letters, digits and _ in its name, and up to 512 characters",
+                )
             if is_secret(name):
-                raise CloudError(f"environment variable {name} would be readable to anyone who may describe the job",
-                                 "keep keys in AWS Secrets Manager, and let the role read them")
+                raise CloudError(
+                    f"environment variable {name} would be readable to anyone who may describe the job",
+                    "keep keys in AWS Secrets Manager, and let the role read them",
+                )
 
 
 def hyperparameters(job: Job) -> dict[str, str]:
@@ -118,16 +139,18 @@ def stage(folder: Path) -> Path:
     requirements.write_text("\n".join(wanted) + "\n", encoding="utf-8")
     archive = folder / "code.tar.gz"
     with tarfile.open(archive, "w:gz") as packed:
-        packed.add(ROOT / "course_lib", "course_lib",
-                   filter=lambda entry: None if "__pycache__" in entry.name else entry)
+        packed.add(
+            ROOT / "course_lib", "course_lib", filter=lambda entry: None if "__pycache__" in entry.name else entry
+        )
         installed = (Path(file.locate()) for file in importlib.metadata.files(COURSE) or () if file.name == "LICENSE")
         packed.add(next(path for path in (ROOT / "LICENSE", *installed) if path.exists()), "LICENSE")
         packed.add(requirements, REQUIREMENTS)
     return archive
 
 
-def model_trainer(job: Job, account: Account, source: Path, *, boto_session: Any = None,
-                  install: bool = True) -> "ModelTrainer":
+def model_trainer(
+    job: Job, account: Account, source: Path, *, boto_session: Any = None, install: bool = True
+) -> "ModelTrainer":
     """The SDK's ModelTrainer for a job; ``.train()`` sends it.
 
     Args:
@@ -141,31 +164,45 @@ def model_trainer(job: Job, account: Account, source: Path, *, boto_session: Any
     """
     sdk = _sdk()
     if job.checkpoints and not job.checkpoints.startswith("s3://"):
-        raise CloudError(f"resume_from_checkpoint {job.checkpoints} is on this machine",
-                         "give the s3:// folder of the job's checkpoints, which its description names")
-    session = sdk.Session(boto_session or sdk.boto3.Session(region_name=account.region),
-                          default_bucket=account.bucket, sagemaker_config=NO_TELEMETRY)
+        raise CloudError(
+            f"resume_from_checkpoint {job.checkpoints} is on this machine",
+            "give the s3:// folder of the job's checkpoints, which its description names",
+        )
+    session = sdk.Session(
+        boto_session or sdk.boto3.Session(region_name=account.region),
+        default_bucket=account.bucket,
+        sagemaker_config=NO_TELEMETRY,
+    )
     place = f"s3://{session.default_bucket()}/{job.name}"
     stopping = {"max_runtime_in_seconds": round(job.max_hours * 3600)}
     if job.spot:
         stopping["max_wait_time_in_seconds"] = round(job.max_wait_hours * 3600)
     configs = sdk.configs
     trainer = sdk.ModelTrainer(
-        sagemaker_session=session, role=account.role, base_job_name=job.name,
+        sagemaker_session=session,
+        role=account.role,
+        base_job_name=job.name,
         training_image=account.image or default_image(job, account.region),
-        source_code=configs.SourceCode(source_dir=str(source), entry_script=ENTRY,
-                                       requirements=REQUIREMENTS if install else None),
+        source_code=configs.SourceCode(
+            source_dir=str(source), entry_script=ENTRY, requirements=REQUIREMENTS if install else None
+        ),
         distributed=sdk.Torchrun(process_count_per_node=job.processes),
-        compute=configs.Compute(instance_type=job.instance_type, instance_count=job.instance_count,
-                                enable_managed_spot_training=job.spot or None,
-                                keep_alive_period_in_seconds=job.keep_alive_minutes * 60 or None),
+        compute=configs.Compute(
+            instance_type=job.instance_type,
+            instance_count=job.instance_count,
+            enable_managed_spot_training=job.spot or None,
+            keep_alive_period_in_seconds=job.keep_alive_minutes * 60 or None,
+        ),
         stopping_condition=configs.StoppingCondition(**stopping),
         output_data_config=configs.OutputDataConfig(s3_output_path=f"{place}/output"),
         checkpoint_config=configs.CheckpointConfig(s3_uri=job.checkpoints, local_path=CHECKPOINTS),
-        hyperparameters=hyperparameters(job), environment=dict(account.environment),
-        tags=[configs.Tag(key=key, value=value) for key, value in account.tags.items()] or None)
-    return trainer.with_metric_definitions([configs.MetricDefinition(name=name, regex=regex)
-                                            for name, regex in metric_definitions().items()])
+        hyperparameters=hyperparameters(job),
+        environment=dict(account.environment),
+        tags=[configs.Tag(key=key, value=value) for key, value in account.tags.items()] or None,
+    )
+    return trainer.with_metric_definitions(
+        [configs.MetricDefinition(name=name, regex=regex) for name, regex in metric_definitions().items()]
+    )
 
 
 def default_image(job: Job, region: str) -> str:
@@ -174,8 +211,14 @@ def default_image(job: Job, region: str) -> str:
 
     known = image_uris.config_for_framework("pytorch")["training"]["versions"]
     version = max(known, key=lambda text: tuple(map(int, text.split("."))))
-    return image_uris.retrieve("pytorch", region, version=version, py_version=known[version]["py_versions"][-1],
-                               instance_type=job.instance_type, image_scope="training")
+    return image_uris.retrieve(
+        "pytorch",
+        region,
+        version=version,
+        py_version=known[version]["py_versions"][-1],
+        instance_type=job.instance_type,
+        image_scope="training",
+    )
 
 
 def credentials(region: str) -> Any:
@@ -198,14 +241,14 @@ def told() -> Iterator[None]:
         yield
     except (sdk.exceptions.BotoCoreError, sdk.exceptions.ClientError, sdk.RoleValidationError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise CloudError(f"AWS cannot be used: {redact(reason)}",
-                         "look at the credentials, the role, the region and the network") from None
+        raise CloudError(
+            f"AWS cannot be used: {redact(reason)}", "look at the credentials, the role, the region and the network"
+        ) from None
 
 
 def send(job: Job, trainer: "ModelTrainer") -> str:
     """Upload code and data, create the job, and return its name."""
-    channels = [_sdk().configs.InputData(channel_name=name, data_source=source)
-                for name, source in inputs(job).items()]
+    channels = [_sdk().configs.InputData(channel_name=name, data_source=source) for name, source in inputs(job).items()]
     trainer.train(input_data_config=channels, wait=False, logs=False)
     return trainer._latest_training_job.training_job_name
 
@@ -215,6 +258,7 @@ def request(job: Job, account: Account) -> dict[str, Any]:
 
     Without ``account.bucket`` its account number is moto's.
     """
+
     def submit(session: Any, folder: Path) -> None:
         send(job, model_trainer(job, account, stage(folder), boto_session=session.boto_session))
 
@@ -232,8 +276,9 @@ def caught(submit: Callable[[Any, Path], Any], region: str = "us-east-1") -> dic
 
     with tempfile.TemporaryDirectory() as folder, stand_in(region) as boto_session:
         requests: list[dict[str, Any]] = []
-        boto_session.events.register("provide-client-params.sagemaker.CreateTrainingJob",
-                                     lambda params, **_: requests.append(params))
+        boto_session.events.register(
+            "provide-client-params.sagemaker.CreateTrainingJob", lambda params, **_: requests.append(params)
+        )
         submit(_sdk().Session(boto_session, sagemaker_config=NO_TELEMETRY), Path(folder))
     return requests[0]
 
@@ -249,14 +294,22 @@ def estimator_v2(job: Job, account: Account, source: Path) -> dict[str, Any]:
         source: folder into which the archive of :func:`stage` was unpacked: version 2 packs all that it finds there.
     """
     arguments: dict[str, Any] = {
-        "entry_point": ENTRY, "source_dir": str(source), "role": account.role, "instance_type": job.instance_type,
-        "instance_count": job.instance_count, "image_uri": account.image or default_image(job, account.region),
+        "entry_point": ENTRY,
+        "source_dir": str(source),
+        "role": account.role,
+        "instance_type": job.instance_type,
+        "instance_count": job.instance_count,
+        "image_uri": account.image or default_image(job, account.region),
         "py_version": None,  # the image's
-        "distribution": {"torch_distributed": {"enabled": True}}, "hyperparameters": hyperparameters(job),
+        "distribution": {"torch_distributed": {"enabled": True}},
+        "hyperparameters": hyperparameters(job),
         "metric_definitions": [{"Name": name, "Regex": regex} for name, regex in metric_definitions().items()],
-        "max_run": round(job.max_hours * 3600), "base_job_name": job.name,
-        "checkpoint_local_path": CHECKPOINTS, "environment": dict(account.environment),
-        "tags": [{"Key": key, "Value": value} for key, value in account.tags.items()]}
+        "max_run": round(job.max_hours * 3600),
+        "base_job_name": job.name,
+        "checkpoint_local_path": CHECKPOINTS,
+        "environment": dict(account.environment),
+        "tags": [{"Key": key, "Value": value} for key, value in account.tags.items()],
+    }
     if account.bucket:
         place = f"s3://{account.bucket}/{job.name}"
         arguments |= {"output_path": f"{place}/output", "checkpoint_s3_uri": job.checkpoints or f"{place}/checkpoints"}
@@ -291,8 +344,10 @@ def _sdk() -> _Sdk:
         from sagemaker.train import ModelTrainer
         from sagemaker.train.distributed import Torchrun
     except ModuleNotFoundError as error:
-        raise CloudError(f"the SageMaker SDK is not installed ({error.name} is missing)",
-                         f"{Path(sys.executable).name} -m pip install -c constraints.txt -e .[sagemaker]") from None
+        raise CloudError(
+            f"the SageMaker SDK is not installed ({error.name} is missing)",
+            f"{Path(sys.executable).name} -m pip install -c constraints.txt -e .[sagemaker]",
+        ) from None
     for name in ("sagemaker", "sagemaker.core", "sagemaker.train", "botocore"):
         logging.getLogger(name).setLevel(logging.WARNING)  # the request is shown whole, and logs are followed here
     return _Sdk(boto3, exceptions, RoleValidationError, Session, ModelTrainer, Torchrun, configs)

@@ -12,8 +12,13 @@ from course_lib.replacing import environment
 
 REGION, ACCOUNT = "us-east-1", "123456789012"  # moto's
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/stand-in"
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "stand-in", "AWS_SECRET_ACCESS_KEY": "stand-in", "AWS_SESSION_TOKEN": "stand-in",
-               "AWS_DEFAULT_REGION": REGION, "SAGEMAKER_VALIDATE_ROLE": "false"}
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "stand-in",
+    "AWS_SECRET_ACCESS_KEY": "stand-in",
+    "AWS_SESSION_TOKEN": "stand-in",
+    "AWS_DEFAULT_REGION": REGION,
+    "SAGEMAKER_VALIDATE_ROLE": "false",
+}
 
 
 @contextlib.contextmanager
@@ -29,8 +34,10 @@ def stand_in(region: str = REGION) -> Iterator[Any]:
         import boto3
         from moto import mock_aws
     except ModuleNotFoundError as error:
-        raise LaunchError(f"the packages for SageMaker are not installed ({error.name} is missing)",
-                          f"{Path(sys.executable).name} -m pip install -c constraints.txt -e .[sagemaker]") from None
+        raise LaunchError(
+            f"the packages for SageMaker are not installed ({error.name} is missing)",
+            f"{Path(sys.executable).name} -m pip install -c constraints.txt -e .[sagemaker]",
+        ) from None
     with environment(CREDENTIALS), mock_aws():
         for name in [name for name in os.environ if name.startswith("AWS_") and name not in CREDENTIALS]:
             del os.environ[name]

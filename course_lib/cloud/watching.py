@@ -39,8 +39,14 @@ class Rehearsal:
     failure: str = ""
 
 
-def rehearse(job: Job, folder: Path, account: Account | None = None, *, interrupt_at: str | None = None,
-             say: Callable[[str], None] = print) -> Rehearsal:
+def rehearse(
+    job: Job,
+    folder: Path,
+    account: Account | None = None,
+    *,
+    interrupt_at: str | None = None,
+    say: Callable[[str], None] = print,
+) -> Rehearsal:
     """Send a job to a stand-in of AWS that runs it on this machine; see :mod:`course_lib.cloud.local_player`.
 
     Args:
@@ -57,8 +63,9 @@ def rehearse(job: Job, folder: Path, account: Account | None = None, *, interrup
         say(line)
 
     with playing(interrupt_at) as player, tempfile.TemporaryDirectory() as beside:
-        trainer = model_trainer(job, account or Account(ROLE), stage(Path(beside)), boto_session=player.boto_session,
-                                install=False)
+        trainer = model_trainer(
+            job, account or Account(ROLE), stage(Path(beside)), boto_session=player.boto_session, install=False
+        )
         name = send(job, trainer)
         here, model, failure = folder / name, None, ""
         try:
@@ -107,8 +114,10 @@ def follow(name: str, boto_session: Any, say: Callable[[str], None] = print, pol
         time.sleep(poll)
     if description["TrainingJobStatus"] != "Completed":
         reason = description.get("FailureReason", "no reason")
-        raise CloudError(f"job {name} {description['TrainingJobStatus'].lower()}: {reason}",
-                         "mend what it names; its log is in CloudWatch, group /aws/sagemaker/TrainingJobs")
+        raise CloudError(
+            f"job {name} {description['TrainingJobStatus'].lower()}: {reason}",
+            "mend what it names; its log is in CloudWatch, group /aws/sagemaker/TrainingJobs",
+        )
     return description
 
 

@@ -108,8 +108,10 @@ def agreed(said: Said, leaves: Mapping[str, Any], where: Mapping[str, str]) -> d
         own = leaves.get(name)
         if not _says_nothing(name, own):
             if not any(_equal(own, value) for value in fit):
-                raise ConfigError(f"{LAUNCHER} says {said} (--{name} {fit[0]}), and {where.get(name, LAUNCHER)} says "
-                                  f"{name} {own}", "keep one of them")
+                raise ConfigError(
+                    f"{LAUNCHER} says {said} (--{name} {fit[0]}), and {where.get(name, LAUNCHER)} says {name} {own}",
+                    "keep one of them",
+                )
         elif not _by_default(name, fit, {**leaves, **taken}):
             taken[name] = fit[0]
     return taken
@@ -142,11 +144,14 @@ def check_device(words: Mapping[str, str], leaves: Mapping[str, Any], where: Map
     if words.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1", "yes"):
         return
     if words.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp16":
-        raise ConfigError(f"{LAUNCHER} says cpu and mixed_precision fp16, which has no use on a CPU",
-                          "use --mixed_precision bf16 or no for both")
+        raise ConfigError(
+            f"{LAUNCHER} says cpu and mixed_precision fp16, which has no use on a CPU",
+            "use --mixed_precision bf16 or no for both",
+        )
     if own not in ("auto", "cpu"):
-        raise ConfigError(f"{LAUNCHER} says cpu (--device cpu), and {where['device']} says device {own}",
-                          "keep one of them")
+        raise ConfigError(
+            f"{LAUNCHER} says cpu (--device cpu), and {where['device']} says device {own}", "keep one of them"
+        )
 
 
 def _say(args: argparse.Namespace, taken: Mapping[str, tuple[str, Said]], read: Mapping[str, str]) -> None:

@@ -17,17 +17,33 @@ EXIT_WRONG = 1
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("subject", metavar="FILE.py:FUNCTION", nargs="?",
-                        help="`make(layout)`, called on each rank, gives model, optimizer, loss(model, batch), batch")
-    parser.add_argument("--model", help="in place of a file: a folder, a model of `course plan`, or a type, as qwen3; "
-                        "built small, from its own config class")
-    parser.add_argument("--engine", help="that trains --model: transformers (its own parallelism), accelerate, "
-                        "deepspeed, torch, or scratch, the course's own (default: transformers)")
-    parser.add_argument("--layouts", choices=("auto", "all"),
-                        help="of an engine: two ranks per axis and 2 x 2 (auto, the default), or every one of up to "
-                        "--ranks; of a file, all: every axis")
-    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"),
-                        help="of --model; the tolerance follows it (default: float32)")
+    parser.add_argument(
+        "subject",
+        metavar="FILE.py:FUNCTION",
+        nargs="?",
+        help="`make(layout)`, called on each rank, gives model, optimizer, loss(model, batch), batch",
+    )
+    parser.add_argument(
+        "--model",
+        help="in place of a file: a folder, a model of `course plan`, or a type, as qwen3; "
+        "built small, from its own config class",
+    )
+    parser.add_argument(
+        "--engine",
+        help="that trains --model: transformers (its own parallelism), accelerate, "
+        "deepspeed, torch, or scratch, the course's own (default: transformers)",
+    )
+    parser.add_argument(
+        "--layouts",
+        choices=("auto", "all"),
+        help="of an engine: two ranks per axis and 2 x 2 (auto, the default), or every one of up to "
+        "--ranks; of a file, all: every axis",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16"),
+        help="of --model; the tolerance follows it (default: float32)",
+    )
     parser.add_argument("--ranks", type=int, default=4, help="layouts of up to so many ranks (default: 4)")
     parser.add_argument("--axes", help="comma-separated: pp, dp, shard, cp, ep, tp (default: dp)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each layout (default: 120)")

@@ -10,8 +10,20 @@ from course_lib.errors import ConfigError
 NAME = "bench"
 HELP = "generate a benchmark of a model and run what this machine can; or measure how a training scales"
 
-SET_BY_SCALING = ("num_processes", "max_steps", "num_epochs", "logging_steps", "eval_steps", "save_steps", "baselines",
-                  "keep_best", "progress_bar", "max_eval_samples", "early_stopping_patience", "split_batches")
+SET_BY_SCALING = (
+    "num_processes",
+    "max_steps",
+    "num_epochs",
+    "logging_steps",
+    "eval_steps",
+    "save_steps",
+    "baselines",
+    "keep_best",
+    "progress_bar",
+    "max_eval_samples",
+    "early_stopping_patience",
+    "split_batches",
+)
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -19,16 +31,34 @@ def register(parser: argparse.ArgumentParser) -> None:
     bench_plan.add_options(parser)
     parser.set_defaults(measure=bench_plan.run)
     benchmarks = parser.add_subparsers(metavar="BENCHMARK")
-    scaling = benchmarks.add_parser("scaling", allow_abbrev=False, help="time, throughput and efficiency of a training "
-                                    "against the number of processes", description="Train with each number of "
-                                    "processes in turn, and compare time, throughput, efficiency and memory.")
-    scaling.add_argument("--num_processes", type=int, nargs="+", default=[1, 2], metavar="N",
-                         help="numbers of ranks, one after another; the first is compared with [1 2]")
+    scaling = benchmarks.add_parser(
+        "scaling",
+        allow_abbrev=False,
+        help="time, throughput and efficiency of a training against the number of processes",
+        description="Train with each number of processes in turn, and compare time, throughput, efficiency and memory.",
+    )
+    scaling.add_argument(
+        "--num_processes",
+        type=int,
+        nargs="+",
+        default=[1, 2],
+        metavar="N",
+        help="numbers of ranks, one after another; the first is compared with [1 2]",
+    )
     scaling.add_argument("--steps", type=int, default=30, help="optimizer steps of each; a third warms up [30]")
-    scaling.add_argument("--scaling", choices=("weak", "strong"), default="weak",
-                         help="keep batch_size per rank, or over all ranks [weak]")
-    scaling.add_argument("--out", type=Path, default=Path("runs/scaling"), metavar="FOLDER",
-                         help="for scaling.csv, scaling.json, scaling.png and the runs [runs/scaling]")
+    scaling.add_argument(
+        "--scaling",
+        choices=("weak", "strong"),
+        default="weak",
+        help="keep batch_size per rank, or over all ranks [weak]",
+    )
+    scaling.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/scaling"),
+        metavar="FOLDER",
+        help="for scaling.csv, scaling.json, scaling.png and the runs [runs/scaling]",
+    )
     add_config_options(scaling, ("data", "model", "optim", "parallel", "pipeline", "run"), without=SET_BY_SCALING)
     scaling.set_defaults(measure=run_scaling, options=[o for a in scaling._actions for o in a.option_strings])
 
@@ -43,8 +73,9 @@ def run_scaling(args: argparse.Namespace) -> int:
     if args.steps < 3:
         raise ConfigError(f"--steps {args.steps}", "take at least 3: a third warms up")
     if min(args.num_processes) < 1 or len(set(args.num_processes)) != len(args.num_processes):
-        raise ConfigError(f"--num_processes {' '.join(map(str, args.num_processes))}",
-                          "give each number once, from 1 on")
+        raise ConfigError(
+            f"--num_processes {' '.join(map(str, args.num_processes))}", "give each number once, from 1 on"
+        )
     counts = args.num_processes
     del args.num_processes  # each run is given its own
     for count in counts:
@@ -73,10 +104,23 @@ def report(args: argparse.Namespace, table) -> str:
     from course_lib.system import machine
 
     here = machine.describe(hub_timeout=0.1)
-    return json.dumps({"date": str(datetime.date.today()), "cpu": here.cpu, "cores": here.cores,
-                       "gpus": [gpu.name for gpu in here.gpus], "versions": here.engines, "scaling": args.scaling,
-                       "steps": args.steps, "options": as_options(args),
-                       "points": table.to_dict(orient="records")}, indent=1) + "\n"
+    return (
+        json.dumps(
+            {
+                "date": str(datetime.date.today()),
+                "cpu": here.cpu,
+                "cores": here.cores,
+                "gpus": [gpu.name for gpu in here.gpus],
+                "versions": here.engines,
+                "scaling": args.scaling,
+                "steps": args.steps,
+                "options": as_options(args),
+                "points": table.to_dict(orient="records"),
+            },
+            indent=1,
+        )
+        + "\n"
+    )
 
 
 def show(table, kind: str) -> None:
@@ -88,12 +132,26 @@ def show(table, kind: str) -> None:
     from course_lib.system import machine
 
     shown = Table(title=f"{kind} scaling")
-    for column in ("processes", "global batch", "ms per step", "samples/s", "speed-up", "efficiency",
-                   "peak MiB per rank"):
+    for column in (
+        "processes",
+        "global batch",
+        "ms per step",
+        "samples/s",
+        "speed-up",
+        "efficiency",
+        "peak MiB per rank",
+    ):
         shown.add_column(column, justify="right")
     for row in table.itertuples():
-        shown.add_row(str(row.processes), str(row.global_batch), f"{row.step_ms:.1f}", f"{row.samples_per_second:.1f}",
-                      f"{row.speed_up:.2f}", f"{row.efficiency:.0%}", f"{row.peak_mib:,.0f}")
+        shown.add_row(
+            str(row.processes),
+            str(row.global_batch),
+            f"{row.step_ms:.1f}",
+            f"{row.samples_per_second:.1f}",
+            f"{row.speed_up:.2f}",
+            f"{row.efficiency:.0%}",
+            f"{row.peak_mib:,.0f}",
+        )
     Console().print(shown)
     cores, most = machine.describe(hub_timeout=0.1).cores, max(table["processes"])
     if most > cores and not cuda.is_available():

@@ -7,8 +7,15 @@ from typing import Any
 
 from course_lib.errors import ConfigError
 
-PRESETS = {"bert": "tiny-bert", "roberta": "tiny-bert", "distilbert": "tiny-bert", "gpt2": "tiny-gpt2",
-           "opt": "tiny-gpt2", "bloom": "tiny-gpt2", "gpt_neox": "tiny-gpt2"}
+PRESETS = {
+    "bert": "tiny-bert",
+    "roberta": "tiny-bert",
+    "distilbert": "tiny-bert",
+    "gpt2": "tiny-gpt2",
+    "opt": "tiny-gpt2",
+    "bloom": "tiny-gpt2",
+    "gpt_neox": "tiny-gpt2",
+}
 """The tiny model that stands for a family here; tiny-llama for the others."""
 LENGTH = 64
 """Tokens of a sequence of a run here."""
@@ -18,16 +25,29 @@ STEPS = 12
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to ``course bench``."""
     parser.add_argument("--list_models", action="store_true", help="list the bundled models")
-    parser.add_argument("--model", metavar="NAME", default=argparse.SUPPRESS,  # it is an option of the runs' too
-                        help="write a benchmark plan for this model")
-    parser.add_argument("--hardware", nargs="+", default=["cuda"], metavar="NAME",
-                        help="cuda, rocm, cpu, or names of accelerators or SageMaker instances [cuda]")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        default=argparse.SUPPRESS,  # it is an option of the runs' too
+        help="write a benchmark plan for this model",
+    )
+    parser.add_argument(
+        "--hardware",
+        nargs="+",
+        default=["cuda"],
+        metavar="NAME",
+        help="cuda, rocm, cpu, or names of accelerators or SageMaker instances [cuda]",
+    )
     parser.add_argument("--distributed", action="store_true", help="plan for 1, 2, 4 ... GPUs, not for one alone")
     parser.add_argument("--max_gpus", type=int, default=8, metavar="N", help="the most GPUs [8]")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the plan there [print it]")
-    parser.add_argument("--run", action="store_true", dest="run_here",
-                        help="run what this machine can, with a tiny model of the same kind, a few steps each, and "
-                             "write the results with the measured shares of peak into --output")
+    parser.add_argument(
+        "--run",
+        action="store_true",
+        dest="run_here",
+        help="run what this machine can, with a tiny model of the same kind, a few steps each, and "
+        "write the results with the measured shares of peak into --output",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,8 +100,10 @@ def measure(document: dict[str, Any], folder: Path) -> tuple[list[dict[str, Any]
         raise ConfigError("runs are scaled down to CPUs, and this machine has GPUs", "set CUDA_VISIBLE_DEVICES to ''")
     plans = benchmark.runnable(document, here.cores)
     if not plans:
-        raise ConfigError(f"no layout of the plan runs on {here.cores} ranks",
-                          "leave --hardware out, or take a model that fits on one GPU")
+        raise ConfigError(
+            f"no layout of the plan runs on {here.cores} ranks",
+            "leave --hardware out, or take a model that fits on one GPU",
+        )
     family = models.load(document["model"]).family
     preset = PRESETS.get(family, "tiny-llama")
     task = "masked_lm" if preset == "tiny-bert" else "causal_lm"
@@ -90,15 +112,32 @@ def measure(document: dict[str, Any], folder: Path) -> tuple[list[dict[str, Any]
         plan = dataclasses.replace(plan, sequence_length=LENGTH)
         ranks = plan.gpus
         name = f"zero{plan.stage}" if plan.engine == "deepspeed" else plan.engine
-        fields = QUIET | {"model": preset, "task": task, "dataset": "pydocs", "max_length": LENGTH, "strategy": name,
-                          "batch_size": plan.micro_batch, "num_processes": ranks, "max_steps": STEPS,
-                          "logging_steps": STEPS // 3, "mixed_precision": "no"}
+        fields = QUIET | {
+            "model": preset,
+            "task": task,
+            "dataset": "pydocs",
+            "max_length": LENGTH,
+            "strategy": name,
+            "batch_size": plan.micro_batch,
+            "num_processes": ranks,
+            "max_steps": STEPS,
+            "logging_steps": STEPS // 3,
+            "mixed_precision": "no",
+        }
         run = folder / f"{name}-{ranks}"
         train_apart([text for key, value in fields.items() for text in (f"--{key}", str(value))], run)
         seconds, samples, _ = after_warm_up(run / "metrics.jsonl")
         rate = samples * LENGTH / seconds
-        results.append({"model": preset, "strategy": plan.strategy, "ranks": ranks, "cpu": here.cpu,
-                        "tokens_per_second": rate, "plan": dataclasses.asdict(plan)})
+        results.append(
+            {
+                "model": preset,
+                "strategy": plan.strategy,
+                "ranks": ranks,
+                "cpu": here.cpu,
+                "tokens_per_second": rate,
+                "plan": dataclasses.asdict(plan),
+            }
+        )
         measured.append((models.load(run / "model"), plan, hardware.cluster("CPU", ranks), rate))
         print(f"{plan.strategy} on {ranks}: {rate:,.0f} tokens/s")
     return results, benchmark.calibration(measured)

@@ -19,12 +19,22 @@ HELP = "check your answers to exercises: which property holds, which doesn't, on
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE",
-                        help="exercise notebook, or a .py file with the functions; without one, list the exercises")
-    parser.add_argument("--tasks", metavar="NAMES", help="exercises or functions to check, with commas between [all in "
-                        "the file]")
-    parser.add_argument("--json", action="store_true", help="print the points as one JSON object, as my_results.json "
-                        "holds them and the book's \"My progress\" reads them; the reports go to standard error")
+    parser.add_argument(
+        "file",
+        nargs="?",
+        type=Path,
+        metavar="FILE",
+        help="exercise notebook, or a .py file with the functions; without one, list the exercises",
+    )
+    parser.add_argument(
+        "--tasks", metavar="NAMES", help="exercises or functions to check, with commas between [all in the file]"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the points as one JSON object, as my_results.json "
+        'holds them and the book\'s "My progress" reads them; the reports go to standard error',
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,16 +60,20 @@ def _run(args: argparse.Namespace, results: dict[str, dict[str, object]]) -> int
 
     if args.file is None:
         for task in TASKS.values():
-            print(f"{task.name:24} {task.function:22} difficulty {task.difficulty}, {task.minutes} minutes, "
-                  f"lesson {task.lesson[:2]}: {task.title}")
+            print(
+                f"{task.name:24} {task.function:22} difficulty {task.difficulty}, {task.minutes} minutes, "
+                f"lesson {task.lesson[:2]}: {task.title}"
+            )
         return 0
     wanted = [_named(name.strip(), TASKS) for name in args.tasks.split(",")] if args.tasks else None
     sources = _sources(args.file, TASKS)
     broken = {name for name in TASKS if (cells or {}).get(TASKS[name].grade_id) is False}
     chosen = [name for name in wanted or list(sources) if name not in broken]
     if not chosen:
-        raise DataError(f"{args.file} has no answer to any exercise",
-                        "give it an exercise notebook, or a .py file that defines an exercise's function")
+        raise DataError(
+            f"{args.file} has no answer to any exercise",
+            "give it an exercise notebook, or a .py file that defines an exercise's function",
+        )
     reports = [_check(TASKS[name], sources.get(name), args.file) for name in chosen]
     results |= {report.task.name: result(report) for report in reports if report}
     return 0 if all(report and not report.failed for report in reports) and not broken else EXIT_FAILED
@@ -96,8 +110,11 @@ def _parsed(path: Path, tasks: str | None) -> dict[str, bool] | None:
             ast.parse(script.text, str(path))
             return None
         cells = json.loads(text)["cells"]
-        answers = {cell["metadata"]["nbgrader"]["grade_id"]: "".join(cell["source"]) for cell in cells
-                   if cell.get("metadata", {}).get("nbgrader", {}).get("solution")}
+        answers = {
+            cell["metadata"]["nbgrader"]["grade_id"]: "".join(cell["source"])
+            for cell in cells
+            if cell.get("metadata", {}).get("nbgrader", {}).get("solution")
+        }
     except SyntaxError as error:
         raise DataError(_not_python(str(path), error)) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -105,8 +122,10 @@ def _parsed(path: Path, tasks: str | None) -> dict[str, bool] | None:
     words = [word.strip() for word in tasks.split(",")] if tasks else []
     parsed: dict[str, bool] = {}
     for name, source in answers.items():
-        if words and not any(word.replace(".", "-") == name or re.search(rf"\b(def|class) +{re.escape(word)}\b", source)
-                             for word in words):
+        if words and not any(
+            word.replace(".", "-") == name or re.search(rf"\b(def|class) +{re.escape(word)}\b", source)
+            for word in words
+        ):
             continue
         cell, named = python_of(source), name.replace("-", ".", 1)
         print(*(f"{named}: {said}\n" for said in cell.skipped), sep="", end="", flush=True)
@@ -139,8 +158,9 @@ def _sources(path: Path, tasks: "dict[str, Task]") -> dict[str, str]:
     if path.suffix == ".py":
         text = python_of(text).text
         tree = ast.parse(text, str(path))
-        defined = {node.name for node in tree.body
-                   if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+        defined = {
+            node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        }
         return {name: text for name, task in tasks.items() if task.function in defined}
     from nbformat.reader import NotJSONError
 

@@ -8,10 +8,14 @@ from course_lib.errors import ConfigError, CourseError
 from course_lib.writing import write_text
 
 PLACES = {
-    "bash": (".local/share/bash-completion/completions/course",
-             "new shells read it where the package bash-completion is installed, others by `source {}` in ~/.bashrc"),
-    "zsh": (".local/share/zsh/site-functions/_course",
-            "put `fpath+=({folder}); autoload -Uz compinit; compinit` into ~/.zshrc"),
+    "bash": (
+        ".local/share/bash-completion/completions/course",
+        "new shells read it where the package bash-completion is installed, others by `source {}` in ~/.bashrc",
+    ),
+    "zsh": (
+        ".local/share/zsh/site-functions/_course",
+        "put `fpath+=({folder}); autoload -Uz compinit; compinit` into ~/.zshrc",
+    ),
     "fish": (".config/fish/completions/course.fish", "new shells read it"),
 }
 """By shell: the file, from the home folder, and what else is to be done."""
@@ -57,5 +61,9 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _commands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    return [command for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-            for command in action.choices.values()]
+    return [
+        command
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for command in action.choices.values()
+    ]

@@ -15,9 +15,13 @@ def crowding(ranks: int, cores: int, available: int) -> str | None:
     needed = ranks * RANK_BYTES
     parts = []
     if ranks > cores:
-        parts.append(f"{ranks} ranks share {cores} core{'s' * (cores > 1)}, so they take turns and are no faster than "
-                     f"--num_processes {cores}")
+        parts.append(
+            f"{ranks} ranks share {cores} core{'s' * (cores > 1)}, so they take turns and are no faster than "
+            f"--num_processes {cores}"
+        )
     if needed > available:
-        parts.append(f"{ranks} ranks take at least {needed / 2**30:.1f} GiB before they hold a model, and "
-                     f"{available / 2**30:.1f} GiB are free: the system may end some of them")
+        parts.append(
+            f"{ranks} ranks take at least {needed / 2**30:.1f} GiB before they hold a model, and "
+            f"{available / 2**30:.1f} GiB are free: the system may end some of them"
+        )
     return "; ".join(parts) or None

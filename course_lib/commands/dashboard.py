@@ -11,11 +11,16 @@ HELP = "show tracked runs in the browser, while they train and after"
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("folders", nargs="*", default=["runs"], metavar="FOLDER",
-                        help="output_dir of a run, or a folder of such [runs]")
-    parser.add_argument("--view", choices=("auto", "trackio", "page"), default="auto",
-                        help="trackio's dashboard, or one page with the runs of every tracker; auto: trackio's where "
-                             "it has kept a run [auto]")
+    parser.add_argument(
+        "folders", nargs="*", default=["runs"], metavar="FOLDER", help="output_dir of a run, or a folder of such [runs]"
+    )
+    parser.add_argument(
+        "--view",
+        choices=("auto", "trackio", "page"),
+        default="auto",
+        help="trackio's dashboard, or one page with the runs of every tracker; auto: trackio's where "
+        "it has kept a run [auto]",
+    )
     parser.add_argument("--port", type=int, default=7860, help="port on 127.0.0.1; 0 takes any that is free [7860]")
     parser.add_argument("--refresh", type=int, default=10, help="seconds between two looks; 0: none [10]")
     parser.add_argument("--no_browser", action="store_true", help="print the address and open no browser")

@@ -31,8 +31,10 @@ def refused_port(port: int) -> Iterator[None]:
         yield
     except (OSError, OverflowError) as error:
         taken = getattr(error, "errno", None) == errno.EADDRINUSE
-        raise ConfigError(f"port {port} on {ADDRESS} {'is taken' if taken else f'cannot be used ({error})'}",
-                          "give another --port, or 0 for any that is free") from None
+        raise ConfigError(
+            f"port {port} on {ADDRESS} {'is taken' if taken else f'cannot be used ({error})'}",
+            "give another --port, or 0 for any that is free",
+        ) from None
 
 
 @contextlib.contextmanager
@@ -44,8 +46,11 @@ def serve_trackio(folders: list[str], port: int, refresh: int) -> Iterator[int]:
     """
     with refused_port(port):
         listener = socket.create_server((ADDRESS, port))
-    with (listener, tempfile.TemporaryDirectory(prefix="course-dashboard-") as copy,
-          dashboard(lambda: databases(folders), Path(copy), listener, refresh)):
+    with (
+        listener,
+        tempfile.TemporaryDirectory(prefix="course-dashboard-") as copy,
+        dashboard(lambda: databases(folders), Path(copy), listener, refresh),
+    ):
         yield listener.getsockname()[1]
 
 

@@ -36,12 +36,19 @@ def run(args: argparse.Namespace) -> int:
 
     here = machine.describe()
     findings = {check.name: examine(check, here) for check in CHECKS}
-    reasons = [f"{check.name}: {findings[check.name].detail}" for check in CHECKS
-               if check.quickstart and findings[check.name].state == "cannot"]
+    reasons = [
+        f"{check.name}: {findings[check.name].detail}"
+        for check in CHECKS
+        if check.quickstart and findings[check.name].state == "cannot"
+    ]
     if args.json:
         checks = [{"name": name, **finding._asdict()} for name, finding in findings.items()]
-        print(json.dumps({"quickstart": not reasons, "reasons": reasons, "machine": dataclasses.asdict(here),
-                          "checks": checks}, indent=1))
+        print(
+            json.dumps(
+                {"quickstart": not reasons, "reasons": reasons, "machine": dataclasses.asdict(here), "checks": checks},
+                indent=1,
+            )
+        )
     else:
         _print(here, findings, reasons)
     return 1 if reasons else 0

@@ -49,15 +49,21 @@ def examine(check: Check, here: Machine) -> CheckResult:
     except CourseError as error:
         return CheckResult("cannot", error.what, error.instead)
     except Exception as error:
-        return CheckResult("cannot", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-                           "run `make setup` again; if this stays, report the line")
+        return CheckResult(
+            "cannot",
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            "run `make setup` again; if this stays, report the line",
+        )
 
 
 def _operating_system(here: Machine) -> CheckResult:
     name = f"{here.os} {here.os_release}"
     if here.os == "Windows":
-        return CheckResult("cannot", f"{name}: DeepSpeed and several processes on one machine need Linux",
-                           "install WSL2 (`wsl --install`) and work inside it")
+        return CheckResult(
+            "cannot",
+            f"{name}: DeepSpeed and several processes on one machine need Linux",
+            "install WSL2 (`wsl --install`) and work inside it",
+        )
     if here.os == "Darwin":
         return CheckResult("slow", f"macOS {here.os_release}: ranks start by spawn, some seconds each")
     return CheckResult("ok", name)
@@ -66,16 +72,22 @@ def _operating_system(here: Machine) -> CheckResult:
 def _memory(here: Machine) -> CheckResult:
     detail = f"{gib(here.memory_available_bytes)} of {gib(here.memory_bytes)} free"
     if here.memory_available_bytes < QUICKSTART_MEMORY:
-        return CheckResult("cannot", f"{detail}; the quickstart takes {gib(QUICKSTART_MEMORY)}",
-                           "close other programs, or give the container more memory")
+        return CheckResult(
+            "cannot",
+            f"{detail}; the quickstart takes {gib(QUICKSTART_MEMORY)}",
+            "close other programs, or give the container more memory",
+        )
     return CheckResult("ok", detail)
 
 
 def _disk(_: Machine) -> CheckResult:
     free = shutil.disk_usage(".").free
     if free < QUICKSTART_DISK:
-        return CheckResult("cannot", f"{gib(free)} free here; the quickstart takes up to {gib(QUICKSTART_DISK)}",
-                           "free some space, or work in a folder on another disk")
+        return CheckResult(
+            "cannot",
+            f"{gib(free)} free here; the quickstart takes up to {gib(QUICKSTART_DISK)}",
+            "free some space, or work in a folder on another disk",
+        )
     return CheckResult("ok", f"{gib(free)} free here")
 
 
@@ -84,9 +96,12 @@ def _shared_memory(here: Machine) -> CheckResult:
         return CheckResult("ok", f"{here.os} has no /dev/shm and needs none")
     size = machine.shared_memory()
     if size < machine.SHARED_MEMORY:
-        return CheckResult("slow", f"/dev/shm has {size / 2**20:.0f} MiB free: --num_workers above 0, NCCL and "
-                           "DeepSpeed may run out of it, so ranks on GPUs start no workers by themselves",
-                           "start the container with --shm-size=2g")
+        return CheckResult(
+            "slow",
+            f"/dev/shm has {size / 2**20:.0f} MiB free: --num_workers above 0, NCCL and "
+            "DeepSpeed may run out of it, so ranks on GPUs start no workers by themselves",
+            "start the container with --shm-size=2g",
+        )
     return CheckResult("ok", f"/dev/shm has {gib(size)} free")
 
 
@@ -149,8 +164,9 @@ def _bf16(here: Machine) -> CheckResult:
     detail = f"{where}: matmul {full / 1e9:.0f} GFLOP/s in fp32, {half / 1e9:.0f} in bf16"
     if native:
         return CheckResult("ok", detail)
-    return CheckResult("slow", f"{detail}, which it has no instructions for",
-                       "leave --mixed_precision at auto, which takes fp32 here")
+    return CheckResult(
+        "slow", f"{detail}, which it has no instructions for", "leave --mixed_precision at auto, which takes fp32 here"
+    )
 
 
 def _one_gpu(here: Machine) -> CheckResult:
@@ -161,18 +177,25 @@ def _one_gpu(here: Machine) -> CheckResult:
     if "mps" in here.backends:
         return CheckResult("ok", "Apple GPU through MPS, one process: --training_type basic")
     if shutil.which("nvidia-smi") and torch.version.cuda is None:
-        return CheckResult("cannot", f"a GPU driver is here, but torch {torch.__version__} is a CPU build",
-                           "remove .venv and run `make setup` again, or install a CUDA build of torch")
-    return CheckResult("cannot", "no GPU",
-                       "none is needed: every lesson runs on the CPU, and the same commands use a GPU")
+        return CheckResult(
+            "cannot",
+            f"a GPU driver is here, but torch {torch.__version__} is a CPU build",
+            "remove .venv and run `make setup` again, or install a CUDA build of torch",
+        )
+    return CheckResult(
+        "cannot", "no GPU", "none is needed: every lesson runs on the CPU, and the same commands use a GPU"
+    )
 
 
 def _many_gpus(here: Machine) -> CheckResult:
     if len(here.gpus) > 1 and "nccl" in here.backends:
         return CheckResult("ok", f"{len(here.gpus)} GPUs over NCCL")
     nccl = "with" if "nccl" in here.backends else "without"
-    return CheckResult("cannot", f"{len(here.gpus)} GPUs, {nccl} NCCL",
-                       "learn with processes on the CPU: course train --num_processes 2 runs the same code")
+    return CheckResult(
+        "cannot",
+        f"{len(here.gpus)} GPUs, {nccl} NCCL",
+        "learn with processes on the CPU: course train --num_processes 2 runs the same code",
+    )
 
 
 def _deepspeed(here: Machine) -> CheckResult:
@@ -181,11 +204,15 @@ def _deepspeed(here: Machine) -> CheckResult:
         return CheckResult("cannot", f"DeepSpeed does not run on {here.os}", "use Linux or WSL2; FSDP2 runs here")
     if version is None:
         return CheckResult("cannot", "not installed", "pip install deepspeed, with DS_BUILD_OPS=0")
-    ninja = None if shutil.which("ninja") else (
-        "no ninja on PATH", "activate the environment (`source .venv/bin/activate`), which has ninja")
+    ninja = (
+        None
+        if shutil.which("ninja")
+        else ("no ninja on PATH", "activate the environment (`source .venv/bin/activate`), which has ninja")
+    )
     if here.gpus and (problem := _no_compiler() or ninja):
-        return CheckResult("slow", f"{version}, but --offload compiles an optimizer for the CPU: {problem[0]}",
-                           problem[1])
+        return CheckResult(
+            "slow", f"{version}, but --offload compiles an optimizer for the CPU: {problem[0]}", problem[1]
+        )
     return CheckResult("ok", version)
 
 
@@ -208,8 +235,12 @@ def _compile(_: Machine) -> CheckResult:
 
 def _hub(here: Machine) -> CheckResult:
     if here.hub_problem:
-        return CheckResult("cannot", here.hub_problem, "none is needed: presets and bundled data are here; else check "
-                           "network, proxy, HF_ENDPOINT and HF_HUB_OFFLINE")
+        return CheckResult(
+            "cannot",
+            here.hub_problem,
+            "none is needed: presets and bundled data are here; else check "
+            "network, proxy, HF_ENDPOINT and HF_HUB_OFFLINE",
+        )
     return CheckResult("ok", "answers")
 
 

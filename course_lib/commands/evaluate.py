@@ -8,9 +8,22 @@ from course_lib.commands.options import add_config_options, config_from, importi
 NAME = "evaluate"
 HELP = "score a trained model on one split of a data set"
 
-OF_TRAINING = ("num_epochs", "max_steps", "batch_size", "gradient_accumulation_steps", "global_batch_size",
-               "split_batches", "loss_weighting", "logging_steps", "eval_steps", "early_stopping_patience",
-               "best_metric", "keep_best", "baselines", "progress_bar")
+OF_TRAINING = (
+    "num_epochs",
+    "max_steps",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "split_batches",
+    "loss_weighting",
+    "logging_steps",
+    "eval_steps",
+    "early_stopping_patience",
+    "best_metric",
+    "keep_best",
+    "baselines",
+    "progress_bar",
+)
 """Fields that a trained model's scores have no use for."""
 
 

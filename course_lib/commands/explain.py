@@ -29,12 +29,25 @@ def explained(name: str, width: int) -> str:
     readers = list(dict.fromkeys(reader.only for reader in READERS if field.name in reader.fields))
     default = "none" if field.default is None else str(field.default).lower() if field.is_flag else str(field.default)
     facts = {
-        "meaning": field.help, "type": type_of(field), "default": default,
+        "meaning": field.help,
+        "type": type_of(field),
+        "default": default,
         "read by": "; ".join(readers) if readers else "every run",
         "in YAML": f"{field.section}: {{{field.name}: {_example(field)}}}, or {field.name}: … at the top",
-        "also": ", ".join(f"--{alias}" for alias in aliases)}
-    lines = [textwrap.fill(text, width, initial_indent=f"  {fact:{INDENT - 2}}", subsequent_indent=" " * INDENT,
-                           break_long_words=False, break_on_hyphens=False) for fact, text in facts.items() if text]
+        "also": ", ".join(f"--{alias}" for alias in aliases),
+    }
+    lines = [
+        textwrap.fill(
+            text,
+            width,
+            initial_indent=f"  {fact:{INDENT - 2}}",
+            subsequent_indent=" " * INDENT,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for fact, text in facts.items()
+        if text
+    ]
     return "\n".join([f"--{field.name}", *lines])
 
 
@@ -50,8 +63,9 @@ def _named(kind: Any) -> str:
         return " or ".join(_named(member) for member in typing.get_args(kind) if member is not type(None))
     if typing.get_origin(kind) is typing.Annotated:
         plain, *limits = typing.get_args(kind)
-        bounds = [f"{word} {getattr(limit, key)}" for limit in limits for key, word in BOUNDS.items()
-                  if hasattr(limit, key)]
+        bounds = [
+            f"{word} {getattr(limit, key)}" for limit in limits for key, word in BOUNDS.items() if hasattr(limit, key)
+        ]
         return " ".join([_named(plain), *bounds])
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
 

@@ -15,24 +15,35 @@ HELP = "grade submissions by behaviour, each answer in a sandbox of its own"
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("submissions", nargs="*", type=Path, metavar="SUBMISSION",
-                        help="notebook, .py file, zip, or a folder of them, as nbgrader lays it out too")
+    parser.add_argument(
+        "submissions",
+        nargs="*",
+        type=Path,
+        metavar="SUBMISSION",
+        help="notebook, .py file, zip, or a folder of them, as nbgrader lays it out too",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where verdicts and reports go; a stopped run goes on")
-    parser.add_argument("--tasks", default="", metavar="NAMES",
-                        help="tasks or lessons, with commas between [all]")
+    parser.add_argument("--tasks", default="", metavar="NAMES", help="tasks or lessons, with commas between [all]")
     parser.add_argument("--jobs", type=int, metavar="N", help="answers graded at a time [one per core]")
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time for a task of a learner [60]")
     parser.add_argument("--memory_gib", type=float, default=4.0, metavar="G", help="memory for one [4]")
     parser.add_argument("--seed", type=int, metavar="N", help="draws the hidden cases [that of --out, or a new one]")
-    parser.add_argument("--solutions", type=Path, metavar="DIR",
-                        help="the instructor's folder, for hidden cases [that beside the course]")
+    parser.add_argument(
+        "--solutions",
+        type=Path,
+        metavar="DIR",
+        help="the instructor's folder, for hidden cases [that beside the course]",
+    )
     parser.add_argument("--public_only", action="store_true", help="grade by the public cases alone")
-    parser.add_argument("--no_sandbox", action="store_true",
-                        help="run answers as ordinary processes, which can do all that you can")
-    parser.add_argument("--self_test", action="store_true",
-                        help="grade stubs, solutions and planted wrong answers, and print the table")
-    parser.add_argument("--mutants", action="store_true",
-                        help="with --self_test: grade mutants of the solutions instead; some minutes")
+    parser.add_argument(
+        "--no_sandbox", action="store_true", help="run answers as ordinary processes, which can do all that you can"
+    )
+    parser.add_argument(
+        "--self_test", action="store_true", help="grade stubs, solutions and planted wrong answers, and print the table"
+    )
+    parser.add_argument(
+        "--mutants", action="store_true", help="with --self_test: grade mutants of the solutions instead; some minutes"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -108,8 +119,9 @@ def self_test(tasks: "dict[str, Task]") -> int:
     rows = table(tasks)
     shown = Table("task", "answer", "points", "properties that failed", "")
     for row in rows:
-        shown.add_row(row.task, row.answer, f"{row.points}/{row.maximum}", ", ".join(row.failed),
-                      "" if row.holds else "WRONG")
+        shown.add_row(
+            row.task, row.answer, f"{row.points}/{row.maximum}", ", ".join(row.failed), "" if row.holds else "WRONG"
+        )
     Console().print(shown)
     wrong = sum(not row.holds for row in rows)
     print(f"{len(rows)} answers, {wrong} not graded as they should be")

@@ -70,16 +70,26 @@ def _flag(leaves: Leaves) -> dict[str, Leaves]:
 ONE: Mapping[str, Leaves] = {"1": NOTHING, "auto": NOTHING, "none": NOTHING}
 """A number that says nothing where it is 1, as launchers write it without being asked."""
 OFF: Mapping[str, Leaves] = {"false": NOTHING, "0": NOTHING, "none": NOTHING, "no": NOTHING, "auto": NOTHING}
-PRECISIONS: Mapping[str, Leaves] = {"no": NOTHING, "bf16": {"mixed_precision": ("bf16",)},
-                                    "fp16": {"mixed_precision": ("fp16",)}}
+PRECISIONS: Mapping[str, Leaves] = {
+    "no": NOTHING,
+    "bf16": {"mixed_precision": ("bf16",)},
+    "fp16": {"mixed_precision": ("fp16",)},
+}
 NOT_DEEPSPEED = ("torch", "scratch", "accelerate")
 FULL: Leaves = {"strategy": ("fsdp", "zero3"), "engine": NOT_DEEPSPEED}
 GRADIENTS: Leaves = {"strategy": ("zero2",), "engine": NOT_DEEPSPEED[:2]}
-SHARDING: Mapping[str, Leaves] = {"full_shard": FULL, "1": FULL, "shard_grad_op": GRADIENTS, "2": GRADIENTS,
-                                  "no_shard": {"strategy": ("ddp",)}, "3": {"strategy": ("ddp",)}}
+SHARDING: Mapping[str, Leaves] = {
+    "full_shard": FULL,
+    "1": FULL,
+    "shard_grad_op": GRADIENTS,
+    "2": GRADIENTS,
+    "no_shard": {"strategy": ("ddp",)},
+    "3": {"strategy": ("ddp",)},
+}
 HYBRID = "use --strategy fsdp --shard_group_size N, the GPUs of a node, and no --use_fsdp for the launcher"
 STAGES: Mapping[str, Leaves] = {"0": {"strategy": ("ddp",)}, "auto": NOTHING} | {
-    str(stage): {"strategy": (f"zero{stage}",), "engine": ("deepspeed",)} for stage in (1, 2, 3)}
+    str(stage): {"strategy": (f"zero{stage}",), "engine": ("deepspeed",)} for stage in (1, 2, 3)
+}
 DISK = "use --offload optimizer or parameters, in the host's memory: nothing is offloaded to disks here"
 
 
@@ -109,25 +119,44 @@ _uses_fsdp, _uses_deepspeed = _is("ACCELERATE_USE_FSDP", "true"), _is("ACCELERAT
 COMPILE = "use --torch_compile: Inductor in its default mode, block by block"
 
 WORDS = (
-    Word("ACCELERATE_MIXED_PRECISION", means=PRECISIONS,
-         instead="use --mixed_precision bf16 or fp16: matrix products of 8 bits are not here"),
+    Word(
+        "ACCELERATE_MIXED_PRECISION",
+        means=PRECISIONS,
+        instead="use --mixed_precision bf16 or fp16: matrix products of 8 bits are not here",
+    ),
     Word("ACCELERATE_DYNAMO_BACKEND", means={"no": NOTHING, "inductor": {"torch_compile": ("true",)}}, instead=COMPILE),
     Word("ACCELERATE_DYNAMO_MODE", means={"default": NOTHING, "none": NOTHING}, instead=COMPILE, where=_compiles),
     Word("ACCELERATE_DYNAMO_USE_FULLGRAPH", means=OFF, instead=COMPILE, where=_compiles),
-    Word("ACCELERATE_DYNAMO_USE_DYNAMIC", means=OFF, where=_compiles,
-         instead="use --torch_compile alone: shapes are fixed where all rows are of one length, else of any size"),
+    Word(
+        "ACCELERATE_DYNAMO_USE_DYNAMIC",
+        means=OFF,
+        where=_compiles,
+        instead="use --torch_compile alone: shapes are fixed where all rows are of one length, else of any size",
+    ),
     Word("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),  # as --torch_compile always compiles
     Word("ACCELERATE_USE_FSDP"),  # its version says which of the next three counts
     Word("FSDP_VERSION"),
     Word("FSDP_SHARDING_STRATEGY", means=SHARDING, instead=HYBRID, where=_fsdp("1")),
-    Word("FSDP_RESHARD_AFTER_FORWARD", means={"true": FULL, "1": FULL, "false": GRADIENTS, "0": GRADIENTS},
-         instead="use --strategy fsdp or zero2", where=_fsdp("2")),
+    Word(
+        "FSDP_RESHARD_AFTER_FORWARD",
+        means={"true": FULL, "1": FULL, "false": GRADIENTS, "0": GRADIENTS},
+        instead="use --strategy fsdp or zero2",
+        where=_fsdp("2"),
+    ),
     Word("FSDP_OFFLOAD_PARAMS", means=_flag({"offload": ("parameters", "optimizer")}), where=_uses_fsdp),
     Word("FSDP_ACTIVATION_CHECKPOINTING", means=_flag({"activation_checkpointing": ("true",)}), where=_uses_fsdp),
-    Word("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", means=OFF, where=_uses_fsdp,
-         instead="use --activation_checkpointing, which recomputes"),
-    Word("FSDP_IGNORED_MODULES", means={"none": NOTHING}, where=_uses_fsdp,
-         instead="leave it out: every parameter is sharded"),
+    Word(
+        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+        means=OFF,
+        where=_uses_fsdp,
+        instead="use --activation_checkpointing, which recomputes",
+    ),
+    Word(
+        "FSDP_IGNORED_MODULES",
+        means={"none": NOTHING},
+        where=_uses_fsdp,
+        instead="leave it out: every parameter is sharded",
+    ),
     Word("FSDP_AUTO_WRAP_POLICY"),  # the blocks of the model are the units; so for the next three
     Word("FSDP_MIN_NUM_PARAMS"),
     Word("FSDP_TRANSFORMER_CLS_TO_WRAP"),
@@ -138,20 +167,38 @@ WORDS = (
     Word("FSDP_CPU_RAM_EFFICIENT_LOADING"),  # every rank loads the same weights; so for the next
     Word("FSDP_SYNC_MODULE_STATES"),
     Word("ACCELERATE_USE_DEEPSPEED"),  # with the stage below
-    Word("ACCELERATE_DEEPSPEED_ZERO_STAGE", means=STAGES, instead="use --strategy zero1, zero2 or zero3",
-         where=_uses_deepspeed),
+    Word(
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+        means=STAGES,
+        instead="use --strategy zero1, zero2 or zero3",
+        where=_uses_deepspeed,
+    ),
     Word("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", option="gradient_accumulation_steps", means=ONE),
-    Word("--gradient_accumulation_steps", option="gradient_accumulation_steps", means=ONE,
-         where=lambda words: not _uses_deepspeed(words)),
+    Word(
+        "--gradient_accumulation_steps",
+        option="gradient_accumulation_steps",
+        means=ONE,
+        where=lambda words: not _uses_deepspeed(words),
+    ),
     Word("ACCELERATE_GRADIENT_CLIPPING", option="max_grad_norm", means={"none": NOTHING, "auto": NOTHING}),
-    Word("--gradient_clipping", option="max_grad_norm", means={"none": NOTHING},
-         where=lambda words: not _uses_deepspeed(words)),
+    Word(
+        "--gradient_clipping",
+        option="max_grad_norm",
+        means={"none": NOTHING},
+        where=lambda words: not _uses_deepspeed(words),
+    ),
     Word("--mixed_precision", means={"no": {"mixed_precision": ("no",)}}),  # typed; by default the variable says it
-    Word("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", means=_offloaded("optimizer"), instead=DISK,
-         where=lambda words: _uses_deepspeed(words) and not _is("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-                                                                "cpu")(words)),
-    Word("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", means=_offloaded("parameters"), instead=DISK,
-         where=_uses_deepspeed),
+    Word(
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+        means=_offloaded("optimizer"),
+        instead=DISK,
+        where=lambda words: (
+            _uses_deepspeed(words) and not _is("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu")(words)
+        ),
+    ),
+    Word(
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", means=_offloaded("parameters"), instead=DISK, where=_uses_deepspeed
+    ),
     Word("ACCELERATE_DEEPSPEED_CONFIG_FILE"),  # each of its keys is a word: FILE_WORDS
     Word("ACCELERATE_DEEPSPEED_ZERO3_INIT"),  # how much memory the model takes while it is made
     Word("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),  # the trained model is whole, in float32
@@ -160,17 +207,28 @@ WORDS = (
     Word("ACCELERATE_USE_PARALLELISM_CONFIG"),  # with the sizes below
     Word("PARALLELISM_CONFIG_TP_SIZE", option="tensor_parallel_size", means=ONE),
     Word("PARALLELISM_CONFIG_CP_SIZE", option="context_parallel_size", means=ONE),
-    Word("PARALLELISM_CONFIG_CP_COMM_STRATEGY", means={
-        "allgather": {"context_parallel": ("allgather",)}, "alltoall": {"context_parallel": ("zigzag", "ring")}},
-        instead="use --context_parallel", where=lambda words: words.get("PARALLELISM_CONFIG_CP_SIZE", "1") != "1"),
-    Word("PARALLELISM_CONFIG_SP_SIZE", option="context_parallel_size", means=ONE,
-         besides={"context_parallel": ("ulysses",)}),
+    Word(
+        "PARALLELISM_CONFIG_CP_COMM_STRATEGY",
+        means={"allgather": {"context_parallel": ("allgather",)}, "alltoall": {"context_parallel": ("zigzag", "ring")}},
+        instead="use --context_parallel",
+        where=lambda words: words.get("PARALLELISM_CONFIG_CP_SIZE", "1") != "1",
+    ),
+    Word(
+        "PARALLELISM_CONFIG_SP_SIZE",
+        option="context_parallel_size",
+        means=ONE,
+        besides={"context_parallel": ("ulysses",)},
+    ),
     Word("PARALLELISM_CONFIG_DP_SHARD_SIZE", option="shard_group_size", means=ONE, where=_hybrid),
     Word("PARALLELISM_CONFIG_DP_REPLICATE_SIZE"),  # what the other sizes leave of the ranks
     Word("PARALLELISM_CONFIG_CP_BACKEND"),
     Word("PARALLELISM_CONFIG_SP_*"),  # with the size above
-    Word("ACCELERATE_USE_MEGATRON_LM", means=OFF, instead="use --tensor_parallel_size, --training_type pipeline, "
-         "--context_parallel_size or --expert_parallel_size, and no --use_megatron_lm for the launcher"),
+    Word(
+        "ACCELERATE_USE_MEGATRON_LM",
+        means=OFF,
+        instead="use --tensor_parallel_size, --training_type pipeline, "
+        "--context_parallel_size or --expert_parallel_size, and no --use_megatron_lm for the launcher",
+    ),
     Word("MEGATRON_LM_*"),
     Word("ACCELERATE_FP8_*"),  # with the precision fp8
     Word("ACCELERATE_USE_SAGEMAKER", means=OFF, instead="use `course submit --to sagemaker`"),
@@ -184,18 +242,35 @@ READ_BY_OTHERS = {
     "ACCELERATE_USE_CPU": "training/precision.py, as --device cpu",
     "ACCELERATE_CPU_AFFINITY": "Accelerate, which binds a rank to the cores near its GPU",
     "ACCELERATE_DEBUG_MODE": "Accelerate, which compares shapes before its own collectives",
-    "OMP_NUM_THREADS": "torch", "KMP_AFFINITY": "Intel's OpenMP", "KMP_BLOCKTIME": "Intel's OpenMP",
-    "CUDA_VISIBLE_DEVICES": "CUDA", "PYTHONPATH": "Python",
-    "MASTER_ADDR": "torch.distributed", "MASTER_PORT": "torch.distributed",
-} | dict.fromkeys(("ZE_AFFINITY_MASK", "MLU_VISIBLE_DEVICES", "SDAA_VISIBLE_DEVICES", "MUSA_VISIBLE_DEVICES",
-                   "ASCEND_RT_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES", "NEURON_RT_VISIBLE_CORES"),
-                  "drivers of accelerators that the course does not know, which training/precision.py says")
+    "OMP_NUM_THREADS": "torch",
+    "KMP_AFFINITY": "Intel's OpenMP",
+    "KMP_BLOCKTIME": "Intel's OpenMP",
+    "CUDA_VISIBLE_DEVICES": "CUDA",
+    "PYTHONPATH": "Python",
+    "MASTER_ADDR": "torch.distributed",
+    "MASTER_PORT": "torch.distributed",
+} | dict.fromkeys(
+    (
+        "ZE_AFFINITY_MASK",
+        "MLU_VISIBLE_DEVICES",
+        "SDAA_VISIBLE_DEVICES",
+        "MUSA_VISIBLE_DEVICES",
+        "ASCEND_RT_VISIBLE_DEVICES",
+        "HABANA_VISIBLE_MODULES",
+        "NEURON_RT_VISIBLE_CORES",
+    ),
+    "drivers of accelerators that the course does not know, which training/precision.py says",
+)
 """Words that reach whom they are for, by who reads them."""
 
 FILE_WORDS = (
     Word("zero_optimization.stage", means=STAGES, instead="use --strategy zero1, zero2 or zero3"),
-    Word("zero_optimization.offload_optimizer.device", means=_offloaded("optimizer"), instead=DISK,
-         where=lambda words: not _is("zero_optimization.offload_param.device", "cpu")(words)),
+    Word(
+        "zero_optimization.offload_optimizer.device",
+        means=_offloaded("optimizer"),
+        instead=DISK,
+        where=lambda words: not _is("zero_optimization.offload_param.device", "cpu")(words),
+    ),
     Word("zero_optimization.offload_param.device", means=_offloaded("parameters"), instead=DISK),
     Word("zero_optimization.*"),  # sizes of buckets, and what overlaps: they change no number
     Word("bf16.enabled", means=_flag({"mixed_precision": ("bf16",)}) | {"auto": NOTHING}),
@@ -205,9 +280,15 @@ FILE_WORDS = (
     Word("gradient_accumulation_steps", option="gradient_accumulation_steps", means=ONE),
     Word("gradient_clipping", option="max_grad_norm", means={"auto": NOTHING}),
     Word("train_micro_batch_size_per_gpu", option="batch_size", means={"auto": NOTHING}),
-    Word("train_batch_size", option="global_batch_size", means={"auto": NOTHING},
-         where=lambda words: any(words.get(name, "auto") == "auto" for name in (
-             "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))),
+    Word(
+        "train_batch_size",
+        option="global_batch_size",
+        means={"auto": NOTHING},
+        where=lambda words: any(
+            words.get(name, "auto") == "auto"
+            for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        ),
+    ),
     Word("zero_allow_untested_optimizer"),
     Word("zero_force_ds_cpu_optimizer"),
     Word("steps_per_print"),
@@ -234,8 +315,10 @@ class Said:
 
 def row(name: str, table: tuple[Word, ...] = WORDS) -> Word | None:
     """The first row of a table that a name belongs to."""
-    return next((word for word in table if word.name == name or (
-        word.name.endswith("*") and name.startswith(word.name[:-1]))), None)
+    return next(
+        (word for word in table if word.name == name or (word.name.endswith("*") and name.startswith(word.name[:-1]))),
+        None,
+    )
 
 
 def said(words: Words, beside: Path = Path()) -> list[Said]:
@@ -266,8 +349,10 @@ def _keys_of(file: str, beside: Path) -> Words:
     """DeepSpeed's file as words: nested keys are joined by points."""
     path = next((path for path in (Path(file), beside / file) if path.is_file()), None)
     if path is None:
-        raise ConfigError(f"{LAUNCHER} names {file} as DeepSpeed's file, and it is not there",
-                          "give --deepspeed_config_file a path from here, or leave it out and use --strategy zero2")
+        raise ConfigError(
+            f"{LAUNCHER} names {file} as DeepSpeed's file, and it is not there",
+            "give --deepspeed_config_file a path from here, or leave it out and use --strategy zero2",
+        )
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -12,8 +12,13 @@ HELP = "merge an adapter (LoRA) into the weights of its base model, and write th
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("folder", type=Path, help="the adapter's folder, such as runs/NAME/model")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR",
-                        help="folder for the merged model, which from_pretrained loads")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for the merged model, which from_pretrained loads",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -22,6 +27,8 @@ def run(args: argparse.Namespace) -> int:
         from course_lib.training.checkpoints import merging
 
     merged = merging.merge_folder(args.folder, args.output)
-    print(f"{args.output}: {merged.base} with {merged.layers} adapters merged; logits of a few tokens differ by "
-          f"{merged.difference:.1e} at most from those of base and adapters")
+    print(
+        f"{args.output}: {merged.base} with {merged.layers} adapters merged; logits of a few tokens differ by "
+        f"{merged.difference:.1e} at most from those of base and adapters"
+    )
     return 0

@@ -12,16 +12,33 @@ from course_lib import config_files, config_trainer_names
 from course_lib.config import Config, Option, options
 
 FIRST = "what matters first"
-MATTER = ("model", "dataset", "task", "output_dir", "num_epochs", "batch_size", "learning_rate", "max_length",
-          "num_processes", "strategy")
+MATTER = (
+    "model",
+    "dataset",
+    "task",
+    "output_dir",
+    "num_epochs",
+    "batch_size",
+    "learning_rate",
+    "max_length",
+    "num_processes",
+    "strategy",
+)
 """The ten options of most command lines, in the order of the help."""
-SECTIONS = {"data": "which examples, and how text becomes batches", "model": "how the model is run",
-            "adapter": "training of few parameters beside frozen ones (LoRA, QLoRA)",
-            "optim": "how a gradient becomes a step", "parallel": "how ranks share one model",
-            "communication": "what ranks say to each other, for slow links (--strategy ddp --engine scratch)",
-            "pipeline": "stages of the model on ranks (--training_type pipeline)", "run": "how long, on what",
-            "output": "what is kept, and where to go on from", "tracking": "where a run's numbers go",
-            "monitor": "what is watched on the ranks", "guard": "what ends a run that cannot go well"}
+SECTIONS = {
+    "data": "which examples, and how text becomes batches",
+    "model": "how the model is run",
+    "adapter": "training of few parameters beside frozen ones (LoRA, QLoRA)",
+    "optim": "how a gradient becomes a step",
+    "parallel": "how ranks share one model",
+    "communication": "what ranks say to each other, for slow links (--strategy ddp --engine scratch)",
+    "pipeline": "stages of the model on ranks (--training_type pipeline)",
+    "run": "how long, on what",
+    "output": "what is kept, and where to go on from",
+    "tracking": "where a run's numbers go",
+    "monitor": "what is watched on the ranks",
+    "guard": "what ends a run that cannot go well",
+}
 """What the options of a section decide, in the help."""
 WIDEST = 40
 """Characters of the choices that stand beside an option's name."""
@@ -49,11 +66,17 @@ def _parts(kind: Any) -> set[Any]:
     return {kind} if not inner else set().union(*(_parts(each) for each in inner if not isinstance(each, str)))
 
 
-def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...],
-                       without: Collection[str] = ()) -> None:
+def add_config_options(
+    parser: argparse.ArgumentParser, sections: tuple[str, ...], without: Collection[str] = ()
+) -> None:
     """Add --config and an option for each field of the given sections but those ``without``, with its aliases."""
-    parser.add_argument("--config", action="append", default=[], metavar="FILE",
-                        help="YAML file of fields; later files override earlier ones, options override files")
+    parser.add_argument(
+        "--config",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="YAML file of fields; later files override earlier ones, options override files",
+    )
     aliases: dict[str, list[str]] = {o.name: [] for o in options()}
     for alias, name in config_files.ALIASES.items():
         aliases[name].append(alias)
@@ -62,14 +85,18 @@ def add_config_options(parser: argparse.ArgumentParser, sections: tuple[str, ...
     for o in sorted(taken, key=lambda o: MATTER.index(o.name) if o.name in MATTER else len(MATTER)):
         group = groups[FIRST if o.name in MATTER else o.section]
         optional: dict[str, Any] = {"nargs": "?", "const": "true"} if o.is_flag else {}
-        group.add_argument(f"--{o.name}", dest=o.name, metavar=_shown(o), default=argparse.SUPPRESS,
-                           help=_help(o), **optional)
+        group.add_argument(
+            f"--{o.name}", dest=o.name, metavar=_shown(o), default=argparse.SUPPRESS, help=_help(o), **optional
+        )
         for alias in aliases[o.name]:
             group.add_argument(f"--{alias}", dest=o.name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **optional)
     # argparse would name every option in the first lines
     parser.usage = f"{parser.prog} {USAGE.get(parser.prog.rpartition(' ')[2], '')}[--config FILE] [--OPTION VALUE ...]"
-    parser.epilog = ("`course train --explain OPTION` tells more of one. Names of the Hugging Face Trainer work too: "
-                     + ", ".join(f"{alias} for {o.name}" for o in taken for alias in aliases[o.name]) + ".")
+    parser.epilog = (
+        "`course train --explain OPTION` tells more of one. Names of the Hugging Face Trainer work too: "
+        + ", ".join(f"{alias} for {o.name}" for o in taken for alias in aliases[o.name])
+        + "."
+    )
     other = parser.add_argument_group("as the Hugging Face Trainer says it")
     for name in (name for name in config_files.TRANSLATED if name not in aliases):
         if name in config_trainer_names.NAMES:
@@ -100,7 +127,8 @@ def as_options(args: argparse.Namespace) -> list[str]:
     """The config of a parsed command line as the options of another ``course train``."""
     fields = given_fields(args).items()
     return [text for path in args.config for text in ("--config", path)] + [
-        text for name, value in fields for text in (f"--{name}", str(value))]
+        text for name, value in fields for text in (f"--{name}", str(value))
+    ]
 
 
 @contextlib.contextmanager

@@ -44,34 +44,65 @@ def tokens(text: str) -> float:
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.epilog = RULE
-    parser.add_argument("--model", required=True, metavar="NAME",
-                        help="a bundled name (facebook/opt-6.7b), a folder or config.json, or a name on the Hub")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="NAME",
+        help="a bundled name (facebook/opt-6.7b), a folder or config.json, or a name on the Hub",
+    )
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all [one node]")
     parser.add_argument("--gpu", required=True, metavar="NAME", help="A100-80, H100, T4 ..., or a SageMaker instance")
     parser.add_argument("--max_memory_gb", type=float, metavar="GIB", help="plan with no more memory per GPU than this")
-    parser.add_argument("--calibration", type=Path, metavar="FILE",
-                        help="take the shares of peak that `course bench --run` measured, not the catalogue's")
-    parser.add_argument("--calibrate", type=Path, metavar="RUN",
-                        help="measure this host's time for an operation, and take the share of peak that a run of "
-                        "`course train` on this GPU reached: its folder")
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="take the shares of peak that `course bench --run` measured, not the catalogue's",
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="RUN",
+        help="measure this host's time for an operation, and take the share of peak that a run of "
+        "`course train` on this GPU reached: its folder",
+    )
     parser.add_argument("--global_batch", type=int, metavar="N", help="sequences of one step [about 1M tokens]")
     parser.add_argument("--sequence_length", type=int, metavar="N", help="tokens [what the model takes, at most 2048]")
     parser.add_argument("--tokens", type=tokens, metavar="N", help="to train on, as 100B: adds hours and cost")
-    parser.add_argument("--dataset", default=plan_page.STAND_IN, metavar="NAME",
-                        help="what the printed command and the files train on, as for `course train` "
-                        f"[{plan_page.STAND_IN}]")
+    parser.add_argument(
+        "--dataset",
+        default=plan_page.STAND_IN,
+        metavar="NAME",
+        help=f"what the printed command and the files train on, as for `course train` [{plan_page.STAND_IN}]",
+    )
     parser.add_argument("--families", nargs="+", metavar="NAME", help=f"plan only with these: {', '.join(FAMILIES)}")
     parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS, help="whose states are planned for [adamw]")
-    parser.add_argument("--lora_rank", "--lora_r", type=int, default=0, metavar="R",
-                        help="train adapters of this rank alone")
-    parser.add_argument("--base_bits", type=int, default=16, choices=(4, 16),
-                        help="bits of the weights beside adapters; 4 is QLoRA, `course train --load_in_4bit` [16]")
-    parser.add_argument("--loss", choices=LOSSES, help="of all logits in fp32, in chunks of rows, or joined with the "
-                        "output layer [chunked and linear are tried]")
-    parser.add_argument("--what_if", metavar="OPTION=A,B,C", help="vary one thing: gpus, gpu, max_memory_gb, "
-                        "global_batch or sequence_length; a line for each value")
-    parser.add_argument("--emit", type=Path, metavar="DIR",
-                        help="write the fastest plan that `course train` runs as files for every launcher")
+    parser.add_argument(
+        "--lora_rank", "--lora_r", type=int, default=0, metavar="R", help="train adapters of this rank alone"
+    )
+    parser.add_argument(
+        "--base_bits",
+        type=int,
+        default=16,
+        choices=(4, 16),
+        help="bits of the weights beside adapters; 4 is QLoRA, `course train --load_in_4bit` [16]",
+    )
+    parser.add_argument(
+        "--loss",
+        choices=LOSSES,
+        help="of all logits in fp32, in chunks of rows, or joined with the output layer [chunked and linear are tried]",
+    )
+    parser.add_argument(
+        "--what_if",
+        metavar="OPTION=A,B,C",
+        help="vary one thing: gpus, gpu, max_memory_gb, global_batch or sequence_length; a line for each value",
+    )
+    parser.add_argument(
+        "--emit",
+        type=Path,
+        metavar="DIR",
+        help="write the fastest plan that `course train` runs as files for every launcher",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead")
 
 
@@ -127,8 +158,15 @@ def find(args: argparse.Namespace) -> "Search":
         print(*calibrated.lines(), sep="\n", file=sys.stderr if args.json else sys.stdout)
     length = min(2048, model.context or 2048) if args.sequence_length is None else args.sequence_length
     settings = {name: getattr(args, name) for name in SETTINGS if getattr(args, name) is not None}
-    return strategy.search(model, cluster, length, args.global_batch, families=args.families or FAMILIES,
-                           settings=settings, losses=("chunked", "linear")).for_our_trainer()
+    return strategy.search(
+        model,
+        cluster,
+        length,
+        args.global_batch,
+        families=args.families or FAMILIES,
+        settings=settings,
+        losses=("chunked", "linear"),
+    ).for_our_trainer()
 
 
 SETTINGS = ("optimizer", "lora_rank", "base_bits", "loss")
@@ -162,10 +200,20 @@ def vary(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
             rows.append(varied | {"fits": False, "why": str(why)})
             continue
         time = {"hours": best.cost.hours(args.tokens), "dollars": best.cost.dollars(args.tokens)} if args.tokens else {}
-        rows.append(varied | {"fits": True, "strategy": best.plan.strategy, "micro_batch": best.plan.micro_batch,
-                              "accumulation": best.plan.accumulation, "bytes": best.memory.total,
-                              "chance_that_it_fits": best.chance,
-                              "tokens_per_second": best.cost.tokens_per_second, "mfu": best.cost.mfu} | time)
+        rows.append(
+            varied
+            | {
+                "fits": True,
+                "strategy": best.plan.strategy,
+                "micro_batch": best.plan.micro_batch,
+                "accumulation": best.plan.accumulation,
+                "bytes": best.memory.total,
+                "chance_that_it_fits": best.chance,
+                "tokens_per_second": best.cost.tokens_per_second,
+                "mfu": best.cost.mfu,
+            }
+            | time
+        )
     return name, rows
 
 
@@ -187,10 +235,16 @@ def _vary(args: argparse.Namespace) -> int:
         table.add_column(head, justify="left" if head == "strategy" else "right")
     for row in rows:
         if row["fits"]:
-            cells = [row["strategy"], str(row["micro_batch"]), str(row["accumulation"]),
-                     f"{row['bytes'] / 2**30:.1f}", f"{row['chance_that_it_fits']:.0%}",
-                     f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.1%}",
-                     *([f"{row['hours']:,.1f}"] if args.tokens else [])]
+            cells = [
+                row["strategy"],
+                str(row["micro_batch"]),
+                str(row["accumulation"]),
+                f"{row['bytes'] / 2**30:.1f}",
+                f"{row['chance_that_it_fits']:.0%}",
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['mfu']:.1%}",
+                *([f"{row['hours']:,.1f}"] if args.tokens else []),
+            ]
         else:
             cells = ["does not fit: " + row["why"].rsplit(": ", 1)[1]]
         table.add_row(str(row[name]), *cells)

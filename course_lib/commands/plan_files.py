@@ -30,13 +30,16 @@ def write(result: Search, folder: Path, *, dataset: str | None = None, tokens: f
     Raises:
         ConfigError: no plan that fits is one of ours, or the folder cannot be written.
     """
-    chosen = next((candidate for candidate in result.candidates
-                   if to_launchers.runs_here(candidate.plan, result.model)), None)
+    chosen = next(
+        (candidate for candidate in result.candidates if to_launchers.runs_here(candidate.plan, result.model)), None
+    )
     if chosen is None:
-        raise ConfigError(f"no layout of {result.model.name} that fits is one for `course train`: of the fastest, "
-                          f"{result.best.plan.strategy}, it {to_launchers.why_not(result.best.plan, result.model)}",
-                          "plan with more GPUs or a shorter sequence, or run the plan with "
-                          + to_launchers.elsewhere(result.best.plan, result.model))
+        raise ConfigError(
+            f"no layout of {result.model.name} that fits is one for `course train`: of the fastest, "
+            f"{result.best.plan.strategy}, it {to_launchers.why_not(result.best.plan, result.model)}",
+            "plan with more GPUs or a shorter sequence, or run the plan with "
+            + to_launchers.elsewhere(result.best.plan, result.model),
+        )
     fields = to_launchers.options(chosen.plan, result.model, dataset=dataset, tokens=tokens)
     fields["num_processes"] = chosen.plan.gpus
     texts = _texts(result, chosen, fields, build(fields), tokens)
@@ -49,8 +52,13 @@ def write(result: Search, folder: Path, *, dataset: str | None = None, tokens: f
     return list(texts)
 
 
-def _texts(result: Search, chosen: Candidate, fields: dict[str, Any], config: Config, tokens: float | None,
-           ) -> dict[str, str]:
+def _texts(
+    result: Search,
+    chosen: Candidate,
+    fields: dict[str, Any],
+    config: Config,
+    tokens: float | None,
+) -> dict[str, str]:
     """The files' contents by name."""
     from course_lib.cloud.launchers import LAUNCHERS
     from course_lib.training.engines.with_deepspeed import deepspeed_config
@@ -79,8 +87,10 @@ def _texts(result: Search, chosen: Candidate, fields: dict[str, Any], config: Co
         texts[name] = text(job)
     if job.instance_type.startswith("ml."):
         limit = f" --max_hours {job.max_hours:g}" if tokens else ""
-        texts["sagemaker.sh"] = (f"#!/bin/bash\n{head}exec course submit --config course.yaml --instance_type "
-                                 f"{job.instance_type} --instance_count {job.instance_count}{limit} \"$@\"\n")
+        texts["sagemaker.sh"] = (
+            f"#!/bin/bash\n{head}exec course submit --config course.yaml --instance_type "
+            f'{job.instance_type} --instance_count {job.instance_count}{limit} "$@"\n'
+        )
     return texts
 
 
@@ -93,8 +103,10 @@ def _job(result: Search, config: Config, most_hours: float | None) -> "Job":
 
     cluster = result.cluster
     if cluster.gpus % cluster.gpus_per_node:
-        raise ConfigError(f"{cluster.gpus} GPUs fill no whole number of nodes of {cluster.gpus_per_node}",
-                          f"give --gpus {cluster.gpus // cluster.gpus_per_node * cluster.gpus_per_node}")
+        raise ConfigError(
+            f"{cluster.gpus} GPUs fill no whole number of nodes of {cluster.gpus_per_node}",
+            f"give --gpus {cluster.gpus // cluster.gpus_per_node * cluster.gpus_per_node}",
+        )
     machine = cluster.instance or hardware.instance(cluster.accelerator.name, cluster.gpus_per_node)
     job = Job(config, machine or cluster.accelerator.name, cluster.nodes, cluster.gpus_per_node, name="planned")
     if most_hours is None:

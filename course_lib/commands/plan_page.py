@@ -8,8 +8,15 @@ if TYPE_CHECKING:  # what --help need not load
     from course_lib.planning.strategy import Candidate, Search
 
 COLUMNS = ("strategy", "micro-\nbatch", "accumu-\nlation", "GiB per\nGPU", "chance\nto fit", "tokens/s", "MFU")
-COLOURS = {"parameters": "blue", "gradients": "cyan", "optimizer": "magenta", "activations": "yellow",
-           "logits": "red", "buffers": "green", "runtime": "white"}
+COLOURS = {
+    "parameters": "blue",
+    "gradients": "cyan",
+    "optimizer": "magenta",
+    "activations": "yellow",
+    "logits": "red",
+    "buffers": "green",
+    "runtime": "white",
+}
 BAR = 60
 """Characters of the memory bar, where the terminal has them."""
 BESIDE = 28
@@ -23,29 +30,49 @@ def as_json(result: "Search", budget: float | None, dataset: str | None = None) 
     from course_lib.planning import margins, strategy, to_launchers
 
     return {
-        "model": result.model.name, "parameters": result.model.parameters,
-        "gpu": result.cluster.accelerator.name, "gpus": result.cluster.gpus,
-        "gpu_memory_bytes": result.cluster.accelerator.memory, "layouts_tried": result.considered,
+        "model": result.model.name,
+        "parameters": result.model.parameters,
+        "gpu": result.cluster.accelerator.name,
+        "gpus": result.cluster.gpus,
+        "gpu_memory_bytes": result.cluster.accelerator.memory,
+        "layouts_tried": result.considered,
         "layouts_that_fit": len(result.candidates),
-        "plans": [_candidate(candidate, budget) | _sure(result, candidate)
-                  | {"why_not_here": to_launchers.why_not(candidate.plan, result.model)}
-                  for candidate in result.best_of_each()],
-        "failed": [{"family": f.family, "plan": f.plan.strategy, "needs_bytes": strategy.needed(f.memory),
-                    "remedy": f.remedy} for f in result.failed],
-        "answer": answer(result), "explanation": strategy.explain(result),
+        "plans": [
+            _candidate(candidate, budget)
+            | _sure(result, candidate)
+            | {"why_not_here": to_launchers.why_not(candidate.plan, result.model)}
+            for candidate in result.best_of_each()
+        ],
+        "failed": [
+            {"family": f.family, "plan": f.plan.strategy, "needs_bytes": strategy.needed(f.memory), "remedy": f.remedy}
+            for f in result.failed
+        ],
+        "answer": answer(result),
+        "explanation": strategy.explain(result),
         "error": {"tokens_per_second": asdict(margins.THROUGHPUT), "memory": asdict(margins.MEMORY)},
-        "launch": to_launchers.launch_line(result.best.plan, result.cluster.gpus_per_node, result.model,
-                                           dataset=dataset, tokens=budget)
-        if to_launchers.runs_here(result.best.plan, result.model) else None}
+        "launch": to_launchers.launch_line(
+            result.best.plan, result.cluster.gpus_per_node, result.model, dataset=dataset, tokens=budget
+        )
+        if to_launchers.runs_here(result.best.plan, result.model)
+        else None,
+    }
 
 
 def _candidate(candidate: "Candidate", budget: float | None) -> dict[str, Any]:
-    time: dict[str, float | None] = {"tokens_per_second": candidate.cost.tokens_per_second,
-                                     "step_seconds": candidate.cost.step, "mfu": candidate.cost.mfu}
+    time: dict[str, float | None] = {
+        "tokens_per_second": candidate.cost.tokens_per_second,
+        "step_seconds": candidate.cost.step,
+        "mfu": candidate.cost.mfu,
+    }
     if budget:
         time |= {"hours": candidate.cost.hours(budget), "dollars": candidate.cost.dollars(budget)}
-    return {"strategy": candidate.plan.strategy, "plan": asdict(candidate.plan),
-            "memory_bytes": candidate.memory.at_peak(), "host_bytes": candidate.memory.host, **time}
+    return {
+        "strategy": candidate.plan.strategy,
+        "plan": asdict(candidate.plan),
+        "memory_bytes": candidate.memory.at_peak(),
+        "host_bytes": candidate.memory.host,
+        **time,
+    }
 
 
 def _sure(result: "Search", candidate: "Candidate") -> dict[str, Any]:
@@ -54,8 +81,11 @@ def _sure(result: "Search", candidate: "Candidate") -> dict[str, Any]:
 
     regime = intervals.regime_of(result.model, candidate.plan)
     between = intervals.interval("tokens/s/GPU", candidate.cost.tokens_per_second, regime)
-    return {"tokens_per_second_interval": [between.low, between.high], "interval_share": intervals.SHARE,
-            "chance_that_it_fits": candidate.chance}
+    return {
+        "tokens_per_second_interval": [between.low, between.high],
+        "interval_share": intervals.SHARE,
+        "chance_that_it_fits": candidate.chance,
+    }
 
 
 def show(result: "Search", budget: float | None, dataset: str) -> None:
@@ -92,11 +122,13 @@ def answer(result: "Search") -> str:
     between = intervals.interval("tokens/s/GPU", speed, regime)
     held = result.best.memory.total
     micro = "1 sequence" if plan.micro_batch == 1 else f"{plan.micro_batch} sequences"
-    return (f"Train {model.name} ({model.parameters:,} parameters) on {result.cluster.gpus} x {chip.name} with "
-            f"{plan.strategy}, {micro} at a time, {plan.global_batch} x {plan.sequence_length:,} tokens per step: "
-            f"about {speed:,.0f} tokens/s ({intervals.SHARE:.0%} of such plans: {between.low:,.0f} to "
-            f"{between.high:,.0f}), {held / 2**30:.1f} of {chip.memory / 2**30:.1f} GiB, which fits with a chance of "
-            f"{result.best.chance:.0%}.")
+    return (
+        f"Train {model.name} ({model.parameters:,} parameters) on {result.cluster.gpus} x {chip.name} with "
+        f"{plan.strategy}, {micro} at a time, {plan.global_batch} x {plan.sequence_length:,} tokens per step: "
+        f"about {speed:,.0f} tokens/s ({intervals.SHARE:.0%} of such plans: {between.low:,.0f} to "
+        f"{between.high:,.0f}), {held / 2**30:.1f} of {chip.memory / 2**30:.1f} GiB, which fits with a chance of "
+        f"{result.best.chance:.0%}."
+    )
 
 
 def command(result: "Search", budget: float | None, dataset: str, width: int) -> list[str]:
@@ -115,10 +147,15 @@ def command(result: "Search", budget: float | None, dataset: str, width: int) ->
         lines += [f"No command of this course starts it. {to_launchers.launch_line(best.plan, node, model)}", ""]
     if ours is None:
         return lines[:-1]
-    start = f"Start it with{data}:" if ours is best else (
-        f"The next that it runs is {ours.plan.strategy}, at "
-        f"{ours.cost.tokens_per_second / best.cost.tokens_per_second:.0%} of that speed, which fits with a chance of "
-        f"{ours.chance:.0%}{data}:")
+    start = (
+        f"Start it with{data}:"
+        if ours is best
+        else (
+            f"The next that it runs is {ours.plan.strategy}, at "
+            f"{ours.cost.tokens_per_second / best.cost.tokens_per_second:.0%} of that speed, which fits with a chance of "
+            f"{ours.chance:.0%}{data}:"
+        )
+    )
     line = to_launchers.launch_line(ours.plan, node, model, dataset=dataset, tokens=budget)
     return [*lines, start, "", *(f"  {part}" for part in broken(line, width - 2))]
 
@@ -155,9 +192,15 @@ def _table(result: "Search", budget: float | None) -> Any:
         table.add_column(name, justify="left" if name == "strategy" else "right")
     for candidate in result.best_of_each():
         cost = candidate.cost
-        cells = [candidate.plan.strategy, str(candidate.plan.micro_batch), str(candidate.plan.accumulation),
-                 f"{candidate.memory.total / 2**30:.1f}", f"{candidate.chance:.0%}", f"{cost.tokens_per_second:,.0f}",
-                 f"{cost.mfu:.1%}"]
+        cells = [
+            candidate.plan.strategy,
+            str(candidate.plan.micro_batch),
+            str(candidate.plan.accumulation),
+            f"{candidate.memory.total / 2**30:.1f}",
+            f"{candidate.chance:.0%}",
+            f"{cost.tokens_per_second:,.0f}",
+            f"{cost.mfu:.1%}",
+        ]
         table.add_row(*cells, *((f"{cost.hours(budget):,.1f}",) if budget else ()))
     return table
 
@@ -169,10 +212,15 @@ def bill(result: "Search", budget: float) -> str:
     hours, dollars = result.best.cost.hours(budget), result.best.cost.dollars(budget)
     between = intervals.of_hours(result.model, result.best.plan, hours)
     whose = f"of {result.cluster.instance}" if result.cluster.instance else "of the cheapest SageMaker instance with it"
-    price = (f"${dollars:,.0f} at the list price {whose}" if dollars
-             else "no price is known: SageMaker has no instance with it")
-    return (f"{budget:,.0f} tokens take {hours:,.1f} hours ({intervals.SHARE:.0%} of such plans: {between.low:,.1f} to "
-            f"{between.high:,.1f}); {price}.")
+    price = (
+        f"${dollars:,.0f} at the list price {whose}"
+        if dollars
+        else "no price is known: SageMaker has no instance with it"
+    )
+    return (
+        f"{budget:,.0f} tokens take {hours:,.1f} hours ({intervals.SHARE:.0%} of such plans: {between.low:,.1f} to "
+        f"{between.high:,.1f}); {price}."
+    )
 
 
 def _bar(console: Any, result: "Search") -> None:
@@ -195,8 +243,10 @@ def _bar(console: Any, result: "Search") -> None:
         drawn = upto
     bar.append("." * (length - drawn) + f"] {held.total / 2**30:.1f} of {whole / 2**30:.1f} GiB")
     console.print(bar, soft_wrap=True)
-    legend = Text("  ").join(Text(f"{kind[0].upper()} {kind} {size / 2**30:.1f}".replace(" ", "\u00a0"), COLOURS[kind])
-                             for kind, size in parts.items())
+    legend = Text("  ").join(
+        Text(f"{kind[0].upper()} {kind} {size / 2**30:.1f}".replace(" ", "\u00a0"), COLOURS[kind])
+        for kind, size in parts.items()
+    )
     legend.append("\u00a0besides")
     if held.host:
         legend.append(f"  and {held.host / 2**30:.1f} GiB of host memory for each GPU")

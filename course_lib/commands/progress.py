@@ -48,8 +48,13 @@ class Lesson:
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER",
-                        help="the course's folder, which holds notebooks/ and exercises/ [found from here upwards]")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        metavar="FOLDER",
+        help="the course's folder, which holds notebooks/ and exercises/ [found from here upwards]",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--forget", metavar="LESSON", help="drop your answers of this lesson, to answer anew")
 
@@ -72,12 +77,22 @@ def run(args: argparse.Namespace) -> int:
     for path in paths:
         _count_answers(lessons[path.stem], *questions_of(path), answers.get(path.stem, {}), answers_file.path)
     for task in TASKS.values():
-        _count_exercise(lessons.setdefault(task.lesson, Lesson(task.lesson)), task, results.get(task.name),
-                        results_file.path)
+        _count_exercise(
+            lessons.setdefault(task.lesson, Lesson(task.lesson)), task, results.get(task.name), results_file.path
+        )
     strangers = sorted(set(answers) - set(lessons))
     if args.json:
-        print(json.dumps({"lessons": [asdict(lesson) for lesson in lessons.values()],
-                          "total": asdict(_total(lessons)), "other_lessons": strangers, "close_means": RULE}, indent=1))
+        print(
+            json.dumps(
+                {
+                    "lessons": [asdict(lesson) for lesson in lessons.values()],
+                    "total": asdict(_total(lessons)),
+                    "other_lessons": strangers,
+                    "close_means": RULE,
+                },
+                indent=1,
+            )
+        )
         return 0
     print(table([*lessons.values(), _total(lessons)]))
     print(f"\n{RULE}")
@@ -103,8 +118,9 @@ def _notebooks(folder: Path | None) -> Path:
 def _forget(lesson: str, file: learner_files.LearnerFile) -> int:
     answers = file.read()
     if lesson not in answers:
-        raise ConfigError(f"no answers to a lesson `{lesson}` in {file.path}",
-                          nearest(lesson, answers) if answers else "")
+        raise ConfigError(
+            f"no answers to a lesson `{lesson}` in {file.path}", nearest(lesson, answers) if answers else ""
+        )
     file.change(lambda content: content.pop(lesson))
     print(f"{lesson}: {len(answers[lesson])} answers dropped from {file.path}")
     return 0
@@ -142,8 +158,11 @@ def _questions(source: str) -> Iterator[ast.Call]:
     except SyntaxError:
         return
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", None)) == "predict" \
-                and any(keyword.arg == "ask" for keyword in node.keywords):
+        if (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "attr", getattr(node.func, "id", None)) == "predict"
+            and any(keyword.arg == "ask" for keyword in node.keywords)
+        ):
             yield node
 
 
@@ -151,8 +170,10 @@ def _count_answers(lesson: Lesson, names: set[str], unnamed: int, answers: dict[
     kept = {name: entry for name, entry in answers.items() if "value" in entry}
     for name, entry in kept.items():
         if not isinstance(entry.get("close", False), bool):
-            raise DataError(f"{path} is damaged: `close` of {lesson.lesson}, {name} is neither true nor false",
-                            "mend it, or move it away")
+            raise DataError(
+                f"{path} is damaged: `close` of {lesson.lesson}, {name} is neither true nor false",
+                "mend it, or move it away",
+            )
     others = sorted(kept.keys() - names)[:unnamed]  # an answer to a question that has left the notebook counts no more
     counted = [kept[name] for name in [*(kept.keys() & names), *others]]
     lesson.asked, lesson.answered = len(names) + unnamed, len(counted)
@@ -179,8 +200,15 @@ def _total(lessons: dict[str, Lesson]) -> Lesson:
 def table(lessons: list[Lesson]) -> str:
     """Lines of at most 80 columns: a lesson each, the last one their sum."""
     rows = [("lesson", "answered", "close", "solved", "points")] + [
-        (lesson.lesson.replace("_", " "), _of(lesson.answered, lesson.asked), _of(lesson.close, lesson.seen),
-         _of(lesson.solved, lesson.exercises), _of(lesson.points, lesson.points_of)) for lesson in lessons]
+        (
+            lesson.lesson.replace("_", " "),
+            _of(lesson.answered, lesson.asked),
+            _of(lesson.close, lesson.seen),
+            _of(lesson.solved, lesson.exercises),
+            _of(lesson.points, lesson.points_of),
+        )
+        for lesson in lessons
+    ]
     width = min(28, max(len(row[0]) for row in rows))
     lines = [f"{row[0][:width]:{width}}" + "".join(f"{cell:>13}" for cell in row[1:]) for row in rows]
     return "\n".join([lines[0], *lines[1:-1], "-" * len(lines[0]), lines[-1]])

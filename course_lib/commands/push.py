@@ -10,8 +10,11 @@ HELP = "bring a trained model to the Hugging Face Hub"
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("folder", type=Path, help="the model's folder, such as runs/quickstart/model")
-    parser.add_argument("--push_to_hub", metavar="NAME",
-                        help="repository, NAME or OWNER/NAME [the folder's name, of runs/tweets/model `tweets`]")
+    parser.add_argument(
+        "--push_to_hub",
+        metavar="NAME",
+        help="repository, NAME or OWNER/NAME [the folder's name, of runs/tweets/model `tweets`]",
+    )
     parser.add_argument("--hub_private", action="store_true", help="make the repository private, where it is made now")
 
 

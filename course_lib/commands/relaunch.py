@@ -28,8 +28,14 @@ GRACE = 100
 """Seconds between a signal and SIGKILL; schedulers commonly give a job 120 in all."""
 
 
-def relaunch(num_processes: int, args: argparse.Namespace, config: Config, *, output_dir: Path | None = None,
-             trained: bool = False) -> int:
+def relaunch(
+    num_processes: int,
+    args: argparse.Namespace,
+    config: Config,
+    *,
+    output_dir: Path | None = None,
+    trained: bool = False,
+) -> int:
     """Run the command on that many ranks of this machine, and return their exit code.
 
     SIGINT, SIGTERM and SIGUSR1 are passed on to the ranks, which have GRACE seconds to save and end.
@@ -59,8 +65,11 @@ def relaunch(num_processes: int, args: argparse.Namespace, config: Config, *, ou
 
     gpus = 0 if config.run.device == "cpu" else torch.cuda.device_count()
     if gpus and num_processes > gpus:
-        raise LaunchError(f"num_processes is {num_processes}, and this machine has {gpus} GPUs",
-                          f"use --num_processes {gpus}, or --device cpu", cure={"num_processes": str(gpus)})
+        raise LaunchError(
+            f"num_processes is {num_processes}, and this machine has {gpus} GPUs",
+            f"use --num_processes {gpus}, or --device cpu",
+            cure={"num_processes": str(gpus)},
+        )
     if not gpus:
         os.environ["ACCELERATE_USE_CPU"] = "true"
     else:
@@ -76,8 +85,9 @@ def relaunch(num_processes: int, args: argparse.Namespace, config: Config, *, ou
             ended = start_anew(num_processes, args.argv)
         else:
             import_what_ranks_need(config)
-            ended = forked_ranks.run_forked(functools.partial(args.main, args.argv), num_processes, threads=threads,
-                                            grace=GRACE)
+            ended = forked_ranks.run_forked(
+                functools.partial(args.main, args.argv), num_processes, threads=threads, grace=GRACE
+            )
     if ended.signal == signal.SIGINT:
         return EXIT_INTERRUPTED
     if ended.signal is not None:
@@ -131,9 +141,23 @@ def start_anew(num_processes: int, arguments: Sequence[str]) -> "RanksEnded":
     os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in SIGNALS)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
     # "multi_gpu" is what Accelerate calls one process per device; with ACCELERATE_USE_CPU it keeps the CPU.
-    launcher = launch_command_parser().parse_args([
-        "--multi_gpu", "--num_processes", str(num_processes), "--num_machines", "1", "--main_process_port", "0",
-        "--mixed_precision", "no", "--dynamo_backend", "no", str(CLI), *arguments])
+    launcher = launch_command_parser().parse_args(
+        [
+            "--multi_gpu",
+            "--num_processes",
+            str(num_processes),
+            "--num_machines",
+            "1",
+            "--main_process_port",
+            "0",
+            "--mixed_precision",
+            "no",
+            "--dynamo_backend",
+            "no",
+            str(CLI),
+            *arguments,
+        ]
+    )
     try:
         launch_command(launcher)
     except ChildFailedError as error:

@@ -13,11 +13,19 @@ HELP = "write the learners' bundle: the course and its exercises, without soluti
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
-    parser.add_argument("--format", choices=("course", "tasks"), default="course",
-                        help="course: for learners; tasks: each exercise with prompt, files, checker and time limit, "
-                             "to ask whether a program can write distributed training [course]")
-    parser.add_argument("--tasks", default="", metavar="NAMES",
-                        help="with --format tasks: exercises or lessons, with commas between [all]")
+    parser.add_argument(
+        "--format",
+        choices=("course", "tasks"),
+        default="course",
+        help="course: for learners; tasks: each exercise with prompt, files, checker and time limit, "
+        "to ask whether a program can write distributed training [course]",
+    )
+    parser.add_argument(
+        "--tasks",
+        default="",
+        metavar="NAMES",
+        help="with --format tasks: exercises or lessons, with commas between [all]",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

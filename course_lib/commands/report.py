@@ -21,18 +21,25 @@ def print_summary(config: Config, summary: dict[str, Any]) -> None:
     facts = Table(show_header=False, box=None)
     train = summary["train"]
     kernels = ", fast CPU kernels" if summary["cpu_kernels"] == "fast" else ""
-    facts.add_row("processes",
-                  f"{summary['world_size']} ({summary['device']}, precision {summary['mixed_precision']}{kernels})")
+    facts.add_row(
+        "processes", f"{summary['world_size']} ({summary['device']}, precision {summary['mixed_precision']}{kernels})"
+    )
     if pipeline := summary.get("pipeline"):
-        facts.add_row("pipeline", f"{pipeline['schedule']}, {pipeline['stages']} stages on "
-                                  f"{pipeline['pipeline_parallel_size']} ranks × {pipeline['data_parallel_size']}, "
-                                  f"{pipeline['pipeline_chunks']} micro-batches, "
-                                  f"{pipeline['predicted_bubble']:.0%} idle by the simulator")
+        facts.add_row(
+            "pipeline",
+            f"{pipeline['schedule']}, {pipeline['stages']} stages on "
+            f"{pipeline['pipeline_parallel_size']} ranks × {pipeline['data_parallel_size']}, "
+            f"{pipeline['pipeline_chunks']} micro-batches, "
+            f"{pipeline['predicted_bubble']:.0%} idle by the simulator",
+        )
         facts.add_row("", pipeline["split"][-1])
     mfu = f", MFU {train['mfu']:.1%} {train['mfu_note']}" if train["mfu"] is not None else ""
-    facts.add_row("training", f"{train['steps']} steps, {train['seconds']:.0f} s, "
-                              f"{train['samples_per_second']:.0f} samples/s, "
-                              f"{train['tokens_per_second']:,.0f} tokens/s{mfu}")
+    facts.add_row(
+        "training",
+        f"{train['steps']} steps, {train['seconds']:.0f} s, "
+        f"{train['samples_per_second']:.0f} samples/s, "
+        f"{train['tokens_per_second']:,.0f} tokens/s{mfu}",
+    )
     facts.add_row("peak memory", memory)
     facts.add_row("model", summary["model_dir"])
     console.print(facts)
@@ -50,8 +57,9 @@ def scores_table(config: Config, summary: dict[str, Any]) -> Table:
         table.add_column(column, justify="right")
     for name, values in summary["baselines"].items():
         table.add_row(NAMES[name], *(with_interval(values, column) for column in columns))
-    table.add_row(f"{config.model.model}, fine-tuned", *(with_interval(scores, column) for column in columns),
-                  style="bold")
+    table.add_row(
+        f"{config.model.model}, fine-tuned", *(with_interval(scores, column) for column in columns), style="bold"
+    )
     table.caption = "in brackets: 95 % interval over such rows"
     return table
 
@@ -68,8 +76,11 @@ def print_scores(scores: dict[str, Any]) -> None:
     for name, value in scores.items():
         if name not in ("model", "dataset", "split", "interval95", "notes"):
             low, high = scores["interval95"].get(name, (None, None))
-            table.add_row(name, f"{value:.6f}" if isinstance(value, float) else str(value),
-                          "" if low is None else f"{low:.3f} to {high:.3f}")
+            table.add_row(
+                name,
+                f"{value:.6f}" if isinstance(value, float) else str(value),
+                "" if low is None else f"{low:.3f} to {high:.3f}",
+            )
     table.caption = "third column: 95 % interval over such rows"
     console = Console()
     console.print(table)

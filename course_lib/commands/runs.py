@@ -17,8 +17,9 @@ HELP = "list tracked runs and compare them"
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("folders", nargs="*", default=["runs"], metavar="FOLDER",
-                        help="output_dir of a run, or a folder of such [runs]")
+    parser.add_argument(
+        "folders", nargs="*", default=["runs"], metavar="FOLDER", help="output_dir of a run, or a folder of such [runs]"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
     parser.add_argument("--report", metavar="FILE", help="write a report: FILE.md or FILE.html")
     parser.add_argument("--metrics", metavar="NAMES", help="metrics to draw in it, with commas between")
@@ -82,8 +83,9 @@ def _json_of(row: dict) -> str:
 
     import pandas as pd
 
-    return json.dumps({name: value for name, value in row.items() if isinstance(value, list) or not pd.isna(value)},
-                      default=str)
+    return json.dumps(
+        {name: value for name, value in row.items() if isinstance(value, list) or not pd.isna(value)}, default=str
+    )
 
 
 def _print(runs: "list[TrackedRun]") -> None:
@@ -98,8 +100,9 @@ def _print(runs: "list[TrackedRun]") -> None:
     fitting = summary.summary_table(runs).within(console.width)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in fitting.columns:
-        table.add_column(column, no_wrap=True, overflow="ellipsis",
-                         justify="left" if column in ("run", "state") else "right")
+        table.add_column(
+            column, no_wrap=True, overflow="ellipsis", justify="left" if column in ("run", "state") else "right"
+        )
     for row in fitting.rows:
         table.add_row(*map(Text, row))
     console.print(table)

@@ -40,22 +40,33 @@ def number(text: str) -> "Fraction":
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     what = parser.add_argument_group("what")
-    what.add_argument("--schedule", metavar="NAME",
-                      help=f"{', '.join(DRAWN)}; fitted to the costs: {', '.join(FITTED)}")
+    what.add_argument(
+        "--schedule", metavar="NAME", help=f"{', '.join(DRAWN)}; fitted to the costs: {', '.join(FITTED)}"
+    )
     what.add_argument("--table", metavar="FILE", help="instead, a table of your own: CSV, as --csv writes it")
     what.add_argument("--compare", action="store_true", help="rank all schedules for these costs and this limit")
     what.add_argument("--ranks", type=int, metavar="P", help="ranks of the pipeline")
-    what.add_argument("--microbatches", type=int, nargs="+", metavar="M",
-                      help="micro-batches of a step; several with --compare")
+    what.add_argument(
+        "--microbatches", type=int, nargs="+", metavar="M", help="micro-batches of a step; several with --compare"
+    )
     what.add_argument("--virtual", type=int, metavar="V", help="stages per rank, where the schedule takes any [2]")
     costs = parser.add_argument_group("costs of one micro-batch in all the stages of a rank, in any unit (2, 0.5, 1/3)")
     costs.add_argument("--cost_f", type=number, default=1, metavar="T", help="time of the forward [1]")
-    costs.add_argument("--cost_b", type=number, default=1, metavar="T",
-                       help="time of the backward for the input alone; a whole backward takes --cost-w too [1]")
+    costs.add_argument(
+        "--cost_b",
+        type=number,
+        default=1,
+        metavar="T",
+        help="time of the backward for the input alone; a whole backward takes --cost-w too [1]",
+    )
     costs.add_argument("--cost_w", type=number, default=1, metavar="T", help="time of the backward for the weights [1]")
     costs.add_argument("--cost_comm", type=number, default=0, metavar="T", help="time of a message between ranks [0]")
-    costs.add_argument("--cost_overlap", type=number, metavar="T",
-                       help="time of a forward and a whole backward that overlap (dualpipev) [one after the other]")
+    costs.add_argument(
+        "--cost_overlap",
+        type=number,
+        metavar="T",
+        help="time of a forward and a whole backward that overlap (dualpipev) [one after the other]",
+    )
     costs.add_argument("--bytes", type=number, default=1, metavar="X", help="held from forward to backward [1]")
     costs.add_argument("--bytes_w", type=number, metavar="X", help="of these, needed by the backward for weights [all]")
     costs.add_argument("--memory_limit", type=number, metavar="X", help="what a rank may hold, in the unit of --bytes")
@@ -130,8 +141,9 @@ def _table(args: argparse.Namespace, costs: "Costs") -> "tuple[Schedule, int]":
     if len(args.microbatches) > 1:
         raise ConfigError(f"{len(args.microbatches)} values of --microbatches", "give one, or --compare them")
     stages = stages_for(args.schedule, args.virtual)
-    return build(args.schedule, args.ranks, args.microbatches[0], stages, stage_costs(costs, stages),
-                 args.memory_limit), stages
+    return build(
+        args.schedule, args.ranks, args.microbatches[0], stages, stage_costs(costs, stages), args.memory_limit
+    ), stages
 
 
 def _compare(args: argparse.Namespace, costs: "Costs") -> int:
@@ -160,8 +172,11 @@ def _comparison(candidates: "Sequence[ScheduleCandidate]", args: argparse.Namesp
     from course_lib.figures.pipeline import bubble_beside_memory
 
     several = len(args.microbatches) > 1
-    points = {f"{candidate.name} ({candidate.microbatches})" if several else candidate.name: candidate.timeline
-              for candidate in candidates if candidate.timeline}
+    points = {
+        f"{candidate.name} ({candidate.microbatches})" if several else candidate.name: candidate.timeline
+        for candidate in candidates
+        if candidate.timeline
+    }
     return bubble_beside_memory(points, schedule_report.verdict(candidates), args.memory_limit)
 
 
@@ -175,5 +190,6 @@ def _save(figure: "Figure", args: argparse.Namespace) -> None:
                 with mpl.rc_context(repeatable):
                     figure.savefig(path, format=kind, metadata={"Date": None} if kind == "svg" else None)
             except OSError as error:
-                raise ConfigError(f"cannot write {path} ({error.strerror})",
-                                  "name a file in a folder that exists") from error
+                raise ConfigError(
+                    f"cannot write {path} ({error.strerror})", "name a file in a folder that exists"
+                ) from error

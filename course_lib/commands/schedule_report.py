@@ -54,8 +54,15 @@ def show(console: Console, timeline: Timeline, costs: Costs, in_flight: Sequence
 
 def lanes_of(timeline: Timeline, width: int) -> list[list[Text]]:
     """Each rank's time line in characters, cut into bands of ``width`` where the numbers would not fit into one."""
-    needed = max(((len(str(span.action.microbatch)) + 1) / float(span.end - span.start)
-                  for spans in timeline.rows for span in spans if span.end > span.start), default=0.0)
+    needed = max(
+        (
+            (len(str(span.action.microbatch)) + 1) / float(span.end - span.start)
+            for spans in timeline.rows
+            for span in spans
+            if span.end > span.start
+        ),
+        default=0.0,
+    )
     bands = max(1, math.ceil(needed * float(timeline.makespan) / width))
     if bands * len(timeline.rows) > LANES:
         bands = 1
@@ -85,37 +92,62 @@ def as_json(timeline: Timeline, in_flight: Sequence[int]) -> dict[str, Any]:
     """One schedule with its times and memory, as numbers in the units of the costs that were given; activations are
     micro-batches of one stage where no --bytes are."""
     schedule = timeline.schedule
-    return {"schedule": schedule.name, "ranks": schedule.ranks, "stages": schedule.stages,
-            "microbatches": schedule.microbatches, "makespan": float(timeline.makespan),
-            "bubble": float(timeline.bubble), "stage_bubble": float(timeline.stage_bubble),
-            "peak_activations": [float(peak) for peak in timeline.peak_activations], "in_flight": list(in_flight),
-            "rows": [[{"action": str(span.action), "start": float(span.start), "end": float(span.end)}
-                      for span in spans] for spans in timeline.rows]}
+    return {
+        "schedule": schedule.name,
+        "ranks": schedule.ranks,
+        "stages": schedule.stages,
+        "microbatches": schedule.microbatches,
+        "makespan": float(timeline.makespan),
+        "bubble": float(timeline.bubble),
+        "stage_bubble": float(timeline.stage_bubble),
+        "peak_activations": [float(peak) for peak in timeline.peak_activations],
+        "in_flight": list(in_flight),
+        "rows": [
+            [{"action": str(span.action), "start": float(span.start), "end": float(span.end)} for span in spans]
+            for spans in timeline.rows
+        ],
+    }
 
 
 def candidates_json(candidates: Sequence[ScheduleCandidate]) -> list[dict[str, Any]]:
     """All candidates, best first; those that cannot be taken with the reason."""
     rows = []
     for candidate in candidates:
-        row: dict[str, Any] = {"schedule": candidate.name, "stages_per_rank": candidate.stages_per_rank,
-                               "microbatches": candidate.microbatches, "problem": candidate.problem or None}
+        row: dict[str, Any] = {
+            "schedule": candidate.name,
+            "stages_per_rank": candidate.stages_per_rank,
+            "microbatches": candidate.microbatches,
+            "problem": candidate.problem or None,
+        }
         if candidate.timeline is not None:
-            row |= {"time_per_microbatch": float(candidate.sample_time), "bubble": float(candidate.timeline.bubble),
-                    "peak_activations": float(max(candidate.timeline.peak_activations))}
+            row |= {
+                "time_per_microbatch": float(candidate.sample_time),
+                "bubble": float(candidate.timeline.bubble),
+                "peak_activations": float(max(candidate.timeline.peak_activations)),
+            }
         rows.append(row)
     return rows
 
 
-def _facts(timeline: Timeline, costs: Costs, in_flight: Sequence[int], limit: Number | None,
-           ) -> Iterator[tuple[str, str]]:
+def _facts(
+    timeline: Timeline,
+    costs: Costs,
+    in_flight: Sequence[int],
+    limit: Number | None,
+) -> Iterator[tuple[str, str]]:
     schedule = timeline.schedule
     yield "table", f"{schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} micro-batches"
     yield "proved", "complete, in order, and free of deadlock even where sends block"
     yield "step", f"{_plain(timeline.makespan)} from the first start to the last end"
     yield "bubble", f"{float(timeline.bubble):.2%} of all ranks' time ({timeline.bubble})"
     if timeline.stage_bubble != timeline.bubble:
-        yield "", (f"{float(timeline.stage_bubble):.2%} between a rank's own first and last action, "
-                   "which is what is lost where steps follow without a barrier")
+        yield (
+            "",
+            (
+                f"{float(timeline.stage_bubble):.2%} between a rank's own first and last action, "
+                "which is what is lost where steps follow without a barrier"
+            ),
+        )
     wait = None if costs.latency else bubble_time(schedule.name, schedule.ranks, schedule.microbatches, costs)
     if wait is not None:
         yield "formula", f"a rank waits {_plain(wait)} in a step"
@@ -129,8 +161,10 @@ def _facts(timeline: Timeline, costs: Costs, in_flight: Sequence[int], limit: Nu
 def finding(timeline: Timeline) -> str:
     """One line for the figure's title."""
     schedule = timeline.schedule
-    return (f"{schedule.name}, {schedule.ranks} ranks, {schedule.microbatches} micro-batches: "
-            f"{float(timeline.bubble):.1%} idle, {_plain(max(timeline.peak_activations))} held at most")
+    return (
+        f"{schedule.name}, {schedule.ranks} ranks, {schedule.microbatches} micro-batches: "
+        f"{float(timeline.bubble):.1%} idle, {_plain(max(timeline.peak_activations))} held at most"
+    )
 
 
 def verdict(candidates: Sequence[ScheduleCandidate]) -> str:
@@ -155,11 +189,16 @@ def compare(console: Console, candidates: Sequence[ScheduleCandidate], limit: Nu
             peak = max(candidate.timeline.peak_activations)
             row += [_plain(candidate.sample_time), f"{float(candidate.timeline.bubble):.1%}", _plain(peak)]
         row[0] = "" if candidate.problem else str(place)
-        table.add_row(*row, Text(candidate.problem or "fits", "red" if candidate.problem else "green"),
-                      style="dim" if candidate.problem else "bold" if place == 1 else "")
+        table.add_row(
+            *row,
+            Text(candidate.problem or "fits", "red" if candidate.problem else "green"),
+            style="dim" if candidate.problem else "bold" if place == 1 else "",
+        )
     console.print(table)
-    console.print("V stages per rank, M micro-batches, time of a step by micro-batch, idle share, most held by a rank.",
-                  style="dim")
+    console.print(
+        "V stages per rank, M micro-batches, time of a step by micro-batch, idle share, most held by a rank.",
+        style="dim",
+    )
 
 
 def _plain(value: Number) -> str:

@@ -17,11 +17,19 @@ MODULES = 12
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("--model", required=True, metavar="NAME",
-                        help="a bundled name (llama-8b), a folder or config.json, or a name on the Hub")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="NAME",
+        help="a bundled name (llama-8b), a folder or config.json, or a name on the Hub",
+    )
     parser.add_argument("--world_size", type=int, required=True, metavar="N", help="ranks in all")
-    parser.add_argument("--strategy", default="fsdp", choices=STRATEGIES,
-                        help="zero2: FSDP2 that keeps blocks gathered; zero3 and fsdp are one [fsdp]")
+    parser.add_argument(
+        "--strategy",
+        default="fsdp",
+        choices=STRATEGIES,
+        help="zero2: FSDP2 that keeps blocks gathered; zero3 and fsdp are one [fsdp]",
+    )
     parser.add_argument("--shards", type=int, default=8, metavar="N", help="hsdp: ranks that share one copy [8]")
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="which one to simulate [0]")
     parser.add_argument("--micro_batch", type=int, default=1, metavar="N", help="sequences of a rank [1]")
@@ -50,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         result = {"model": args.model, **dataclasses.asdict(setting), **dataclasses.asdict(simulated)}
         if compared:
-            result["formula"] = [dataclasses.asdict(row) | {"error": row.error if row.simulated else None}
-                                 for row in compared]
+            result["formula"] = [
+                dataclasses.asdict(row) | {"error": row.error if row.simulated else None} for row in compared
+            ]
         print(json.dumps(result, indent=2))
     else:
         _show(args.model, setting, simulated, compared)
@@ -63,12 +72,14 @@ def _show(model: str, setting: "Setting", simulated: "Simulated", compared: "lis
     from rich.table import Table
 
     console = Console()
-    console.print(f"{model} ({simulated.parameters:,} parameters), {setting.strategy}, rank {setting.rank} of "
-                  f"{setting.world_size:,}, {setting.micro_batch} x {setting.sequence_length:,} tokens, "
-                  f"{setting.precision}{', every block recomputed' if setting.checkpointing else ''}\n"
-                  f"peak: {_gib(simulated.total)} GiB, in the {simulated.phase} "
-                  f"{'pass' * (simulated.phase != 'step')}\n",
-                  highlight=False)
+    console.print(
+        f"{model} ({simulated.parameters:,} parameters), {setting.strategy}, rank {setting.rank} of "
+        f"{setting.world_size:,}, {setting.micro_batch} x {setting.sequence_length:,} tokens, "
+        f"{setting.precision}{', every block recomputed' if setting.checkpointing else ''}\n"
+        f"peak: {_gib(simulated.total)} GiB, in the {simulated.phase} "
+        f"{'pass' * (simulated.phase != 'step')}\n",
+        highlight=False,
+    )
 
     def table(*heads: str) -> Table:
         made = Table(box=None, pad_edge=False)
@@ -109,8 +120,9 @@ def _show(model: str, setting: "Setting", simulated: "Simulated", compared: "lis
         console.print()
         errors = table("GiB", "formula", "simulated", "error")
         for row in compared:
-            errors.add_row(row.kind, _gib(row.formula), _gib(row.simulated),
-                           f"{row.error:+.1%}" if row.simulated else "")
+            errors.add_row(
+                row.kind, _gib(row.formula), _gib(row.simulated), f"{row.error:+.1%}" if row.simulated else ""
+            )
         console.print(errors)
 
 

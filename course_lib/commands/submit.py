@@ -28,17 +28,37 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     job = parser.add_argument_group("the job")
     job.add_argument("--to", choices=TARGETS, default="sagemaker", help="launcher [sagemaker]")
-    job.add_argument("--instance_type", metavar="ML.NAME", help="SageMaker's name of the machine: ml.p4d.24xlarge, "
-                     "ml.g5.xlarge ...; sagemaker and skypilot rent by it, others take --processes_per_instance too")
+    job.add_argument(
+        "--instance_type",
+        metavar="ML.NAME",
+        help="SageMaker's name of the machine: ml.p4d.24xlarge, "
+        "ml.g5.xlarge ...; sagemaker and skypilot rent by it, others take --processes_per_instance too",
+    )
     job.add_argument("--instance_count", type=int, default=1, metavar="N", help="machines [1]")
     job.add_argument("--processes_per_instance", type=int, metavar="N", help="ranks on each [one per GPU]")
-    job.add_argument("--max_hours", type=float, default=2.0, metavar="HOURS",
-                     help="stop the job after these; what it has saved by then it can go on from [2]")
+    job.add_argument(
+        "--max_hours",
+        type=float,
+        default=2.0,
+        metavar="HOURS",
+        help="stop the job after these; what it has saved by then it can go on from [2]",
+    )
     job.add_argument("--spot", action="store_true", help="use spare capacity: cheaper, can be taken away")
-    job.add_argument("--max_wait_hours", type=float, metavar="HOURS", help="with --spot, until the end, waits "
-                     "included [twice max_hours]")
-    job.add_argument("--warm_pool", type=int, nargs="?", const=15, default=0, metavar="MINUTES",
-                     help="keep the machines so long after the job for the next one, and pay for them [15]")
+    job.add_argument(
+        "--max_wait_hours",
+        type=float,
+        metavar="HOURS",
+        help="with --spot, until the end, waits included [twice max_hours]",
+    )
+    job.add_argument(
+        "--warm_pool",
+        type=int,
+        nargs="?",
+        const=15,
+        default=0,
+        metavar="MINUTES",
+        help="keep the machines so long after the job for the next one, and pay for them [15]",
+    )
     job.add_argument("--job_name", default="course", metavar="NAME", help="the job's name begins with it [course]")
     account = parser.add_argument_group("the AWS account")
     account.add_argument("--role", metavar="ARN", help="role that the job takes; needed to send it")
@@ -46,17 +66,45 @@ def register(parser: argparse.ArgumentParser) -> None:
     account.add_argument("--bucket", help="for code, data, checkpoints and models [the SDK's own]")
     account.add_argument("--image_uri", metavar="URI", help="container image [AWS's newest for PyTorch]")
     account.add_argument("--tag", action="append", default=[], metavar="NAME=VALUE", help="put on the job; repeatable")
-    account.add_argument("--environment", action="append", default=[], metavar="NAME=VALUE",
-                         help="variable of the container, readable to all who may see the job; repeatable")
+    account.add_argument(
+        "--environment",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="variable of the container, readable to all who may see the job; repeatable",
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--dry_run", action="store_true", help="print the exact request or script, and send nothing")
-    how.add_argument("--yes", action="store_true",
-                     help=f"send it without a question, also where it can cost more than ${ASK_ABOVE:g}")
+    how.add_argument(
+        "--yes",
+        action="store_true",
+        help=f"send it without a question, also where it can cost more than ${ASK_ABOVE:g}",
+    )
     how.add_argument("--local", action="store_true", help="run the request here, with SageMaker's own drivers")
-    how.add_argument("--local_dir", type=Path, default=Path("runs/sagemaker"), metavar="DIR",
-                     help="where a job's request, description and model are put [runs/sagemaker]")
-    add_config_options(parser, ("data", "model", "adapter", "optim", "parallel", "communication", "pipeline", "run",
-                                "output", "tracking", "monitor", "guard"))
+    how.add_argument(
+        "--local_dir",
+        type=Path,
+        default=Path("runs/sagemaker"),
+        metavar="DIR",
+        help="where a job's request, description and model are put [runs/sagemaker]",
+    )
+    add_config_options(
+        parser,
+        (
+            "data",
+            "model",
+            "adapter",
+            "optim",
+            "parallel",
+            "communication",
+            "pipeline",
+            "run",
+            "output",
+            "tracking",
+            "monitor",
+            "guard",
+        ),
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,10 +115,23 @@ def run(args: argparse.Namespace) -> int:
     max_wait = args.max_wait_hours if args.max_wait_hours is not None else 2 * args.max_hours
     kind, processes = args.instance_type or "", args.processes_per_instance
     if not kind and (args.to in RENTED or processes is None):
-        raise ConfigError(f"--to {args.to} without --instance_type", "name the machine, as ml.g5.xlarge" if args.to in
-                          RENTED else "say how many ranks each machine has: --processes_per_instance 8")
-    job = Job(config_from(args), kind, args.instance_count, accelerators(kind) if processes is None else processes,
-              args.max_hours, args.spot, max_wait, args.warm_pool, args.job_name)
+        raise ConfigError(
+            f"--to {args.to} without --instance_type",
+            "name the machine, as ml.g5.xlarge"
+            if args.to in RENTED
+            else "say how many ranks each machine has: --processes_per_instance 8",
+        )
+    job = Job(
+        config_from(args),
+        kind,
+        args.instance_count,
+        accelerators(kind) if processes is None else processes,
+        args.max_hours,
+        args.spot,
+        max_wait,
+        args.warm_pool,
+        args.job_name,
+    )
     if args.to != "sagemaker":
         return _script(args, job, *LAUNCHERS[args.to])
     cost = estimate(job)
@@ -106,8 +167,10 @@ def _script(args: argparse.Namespace, job: "Job", file: str, write: Any) -> int:
 def _cost(job: "Job", cost: Any) -> str:
     spot = "; on spot capacity less, by how much changes from day to day" if job.spot else ""
     pool = f", and ${cost.warm_pool:,.2f} for the warm pool" if job.keep_alive_minutes else ""
-    return (f"cost: {job.instance_count} × {job.instance_type} at ${cost.hourly:,.2f} an hour, at most "
-            f"${cost.job:,.2f} for {job.max_hours:g} hours{pool}{spot} ({cost.source})")
+    return (
+        f"cost: {job.instance_count} × {job.instance_type} at ${cost.hourly:,.2f} an hour, at most "
+        f"${cost.job:,.2f} for {job.max_hours:g} hours{pool}{spot} ({cost.source})"
+    )
 
 
 def _ask(args: argparse.Namespace, dollars: float) -> None:
@@ -131,8 +194,14 @@ def _account(args: argparse.Namespace, rehearsal: bool) -> "Account":
     from course_lib.cloud.stand_in import ROLE
 
     role = args.role or (ROLE if rehearsal else "")
-    return Account(role, args.region, args.bucket, args.image_uri, _pairs("--tag", args.tag),
-                   _pairs("--environment", args.environment))
+    return Account(
+        role,
+        args.region,
+        args.bucket,
+        args.image_uri,
+        _pairs("--tag", args.tag),
+        _pairs("--environment", args.environment),
+    )
 
 
 def _pairs(option: str, given: list[str]) -> dict[str, str]:
@@ -162,10 +231,14 @@ def _local(args: argparse.Namespace, job: "Job") -> int:
     """Rehearse the job here, and leave what it left."""
     from course_lib.cloud import sagemaker, watching
 
-    print(f"local: {job.instance_count} × {job.instance_type} as {job.processes} process(es) each on this machine; "
-          "nothing is sent, nothing is paid", flush=True)
-    done = watching.rehearse(job, args.local_dir, _account(args, rehearsal=True),
-                              say=lambda line: print(line, flush=True))
+    print(
+        f"local: {job.instance_count} × {job.instance_type} as {job.processes} process(es) each on this machine; "
+        "nothing is sent, nothing is paid",
+        flush=True,
+    )
+    done = watching.rehearse(
+        job, args.local_dir, _account(args, rehearsal=True), say=lambda line: print(line, flush=True)
+    )
     if done.model is None:
         raise sagemaker.CloudError(done.failure)
     _say(done.description, done.model)

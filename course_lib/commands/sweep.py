@@ -14,16 +14,32 @@ HELP = "run a grid or random sweep over any fields, or write it for `wandb sweep
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    parser.add_argument("sweep", type=Path, metavar="FILE", help="YAML as `wandb sweep` reads it: method, parameters, "
-                                                                 "metric, run_cap")
+    parser.add_argument(
+        "sweep", type=Path, metavar="FILE", help="YAML as `wandb sweep` reads it: method, parameters, metric, run_cap"
+    )
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at a time [1]")
     parser.add_argument("--dry_run", action="store_true", help="print the settings and run nothing")
-    parser.add_argument("--wandb_yaml", type=Path, metavar="FILE",
-                        help="write the sweep for `wandb sweep` and run nothing")
-    parser.add_argument("--sweep_dir", type=Path, metavar="FOLDER",
-                        help="where the runs go [runs/sweeps/NAME]")
-    add_config_options(parser, ("data", "model", "adapter", "optim", "parallel", "communication", "pipeline", "run",
-                                "output", "tracking", "monitor", "guard"))
+    parser.add_argument(
+        "--wandb_yaml", type=Path, metavar="FILE", help="write the sweep for `wandb sweep` and run nothing"
+    )
+    parser.add_argument("--sweep_dir", type=Path, metavar="FOLDER", help="where the runs go [runs/sweeps/NAME]")
+    add_config_options(
+        parser,
+        (
+            "data",
+            "model",
+            "adapter",
+            "optim",
+            "parallel",
+            "communication",
+            "pipeline",
+            "run",
+            "output",
+            "tracking",
+            "monitor",
+            "guard",
+        ),
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,9 +70,11 @@ def run(args: argparse.Namespace) -> int:
         outcomes = sweeps.run_sweep(sweep, base, folder, parallel=args.parallel)
     except KeyboardInterrupt as stopped:
         ended = len(list(folder.glob("*/summary.json")))
-        raise TrainingInterrupted(f"sweep stopped: {ended} of {len(settings)} runs have ended",
-                                  "the same command goes on",
-                                  EXIT_RESUME if stopped.args else EXIT_INTERRUPTED) from None
+        raise TrainingInterrupted(
+            f"sweep stopped: {ended} of {len(settings)} runs have ended",
+            "the same command goes on",
+            EXIT_RESUME if stopped.args else EXIT_INTERRUPTED,
+        ) from None
     _print(sweep, outcomes)
     print(f"all results: {folder / sweeps.RESULTS}")
     return EXIT_FAILED if any(outcome.error for outcome in outcomes) else 0
@@ -78,12 +96,22 @@ def _print(sweep, outcomes) -> None:
     columns = ["run", *sweep.parameters, *([sweep.metric] if sweep.metric in frame else []), "error"]
     table = Table(title=f"{sweep.name}: {len(outcomes)} runs by {sweep.metric} ({sweep.goal})")
     for column in columns:
-        table.add_column(column, justify="left" if column in ("run", "error") else "right",
-                         no_wrap=column == sweep.metric)
-    table.caption = "in brackets: 95 % interval over such rows, for the same weights; other rows could turn round " \
-                    "the order of runs whose intervals overlap"
+        table.add_column(
+            column, justify="left" if column in ("run", "error") else "right", no_wrap=column == sweep.metric
+        )
+    table.caption = (
+        "in brackets: 95 % interval over such rows, for the same weights; other rows could turn round "
+        "the order of runs whose intervals overlap"
+    )
     for _, row in frame.iterrows():
-        table.add_row(*(with_interval(row, column) if column == sweep.metric and row[column] == row[column] else
-                        f"{row[column]:.4g}" if isinstance(row[column], float) else str(row[column])
-                        for column in columns))
+        table.add_row(
+            *(
+                with_interval(row, column)
+                if column == sweep.metric and row[column] == row[column]
+                else f"{row[column]:.4g}"
+                if isinstance(row[column], float)
+                else str(row[column])
+                for column in columns
+            )
+        )
     Console().print(table)

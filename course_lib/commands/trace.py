@@ -13,8 +13,13 @@ HELP = "turn a recording of ranks (book/recordings/) into a trace for ui.perfett
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("recording", type=Path, metavar="RECORDING", help="a file of book/recordings/")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE",
-                        help="where the trace goes [RECORDING's name with .trace.json, here]")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where the trace goes [RECORDING's name with .trace.json, here]",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     output: Path = args.output or Path(f"{path.stem}.trace.json")
     write_text(output, json.dumps(made, separators=(",", ":")))
     phases = [event["ph"] for event in made["traceEvents"]]
-    print(f"{len(recording['ranks'])} ranks, {phases.count('X')} slices, {phases.count('s')} arrows: {output} "
-          "(open it at https://ui.perfetto.dev)")
+    print(
+        f"{len(recording['ranks'])} ranks, {phases.count('X')} slices, {phases.count('s')} arrows: {output} "
+        "(open it at https://ui.perfetto.dev)"
+    )
     return 0

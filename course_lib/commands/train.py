@@ -12,10 +12,28 @@ HELP = "train a model on one process or many, and score it beside honest baselin
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add_config_options(parser, ("data", "model", "adapter", "optim", "parallel", "communication", "pipeline", "run",
-                                "output", "tracking", "monitor", "guard"))
-    parser.add_argument("--explain", metavar="OPTION",
-                        help="tell an option's meaning, type and default, who reads it and its place in YAML, and stop")
+    add_config_options(
+        parser,
+        (
+            "data",
+            "model",
+            "adapter",
+            "optim",
+            "parallel",
+            "communication",
+            "pipeline",
+            "run",
+            "output",
+            "tracking",
+            "monitor",
+            "guard",
+        ),
+    )
+    parser.add_argument(
+        "--explain",
+        metavar="OPTION",
+        help="tell an option's meaning, type and default, who reads it and its place in YAML, and stop",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,8 +62,10 @@ def run(args: argparse.Namespace) -> int:
 
         run_folder.check(config)  # before paying for the start
         if here.asked:
-            print(f"accelerate launch was asked for {missing} processes and started one: starting the {missing} here",
-                  flush=True)
+            print(
+                f"accelerate launch was asked for {missing} processes and started one: starting the {missing} here",
+                flush=True,
+            )
         return relaunch(missing, args, config, output_dir=config.output_dir)
     cores.keep_to_slurm_cores()
     if here.launched:
@@ -62,6 +82,9 @@ def run(args: argparse.Namespace) -> int:
         if job := container.discover():
             job.collect(config.output_dir, Path(summary["model_dir"]))
         if config.output.push_to_hub:
-            print("pushed:", hub.push(Path(summary["model_dir"]), config.output.push_to_hub,
-                                      private=config.output.hub_private), flush=True)
+            print(
+                "pushed:",
+                hub.push(Path(summary["model_dir"]), config.output.push_to_hub, private=config.output.hub_private),
+                flush=True,
+            )
     return 0

@@ -17,12 +17,25 @@ TAKES_COMMAND = True
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.usage = "course watch [--seconds S] [--folder DIR] -- COMMAND ...\n       course watch ... --export"
-    parser.add_argument("--seconds", type=float, default=300.0, metavar="S",
-                        help="without progress on the rank that all wait for, until they report and end [300]")
-    parser.add_argument("--folder", type=Path, default=Path("course-watch"), metavar="DIR",
-                        help="where the ranks' reports go [course-watch]")
-    parser.add_argument("--export", action="store_true",
-                        help="start nothing: print the lines of shell that bring it into all jobs started after them")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="without progress on the rank that all wait for, until they report and end [300]",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("course-watch"),
+        metavar="DIR",
+        help="where the ranks' reports go [course-watch]",
+    )
+    parser.add_argument(
+        "--export",
+        action="store_true",
+        help="start nothing: print the lines of shell that bring it into all jobs started after them",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +61,10 @@ def run(args: argparse.Namespace) -> int:
     with zipfile.ZipFile(bundle, "w", zipfile.ZIP_DEFLATED) as packed:
         for path in sorted(folder.glob("hang-rank*")):
             packed.write(path, path.name)
-    print(f"course watch: {reports[0].summary}\n  stacks and last calls of all ranks: {folder}/hang-rank*.txt; "
-          f"to attach to a report: {bundle}", file=sys.stderr)
+    print(
+        f"course watch: {reports[0].summary}\n  stacks and last calls of all ranks: {folder}/hang-rank*.txt; "
+        f"to attach to a report: {bundle}",
+        file=sys.stderr,
+    )
     died = bool(reports[0].verdicts) and all(culprit.what == "dead" for culprit in reports[0].verdicts)
     return code if died or code == 0 else EXIT_HUNG  # a rank's own exit code; 0: a launcher's next attempt went well

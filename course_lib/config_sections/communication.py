@@ -59,17 +59,23 @@ def check_communication(how: CommunicationConfig, parallel: ParallelConfig, run:
     wanted = {"training_type": "accelerated", "strategy": "ddp", "engine": "scratch"}
     given = {"training_type": run.training_type, "strategy": parallel.strategy, "engine": parallel.engine}
     if given != wanted:
-        raise ConfigError(f"communication {name} is between whole copies of a model: only strategy ddp with engine "
-                          "scratch has it", "use --strategy ddp --engine scratch, or leave it out",
-                          cure={option: value for option, value in wanted.items() if given[option] != value})
+        raise ConfigError(
+            f"communication {name} is between whole copies of a model: only strategy ddp with engine scratch has it",
+            "use --strategy ddp --engine scratch, or leave it out",
+            cure={option: value for option, value in wanted.items() if given[option] != value},
+        )
     for option in ("tensor_parallel_size", "expert_parallel_size", "context_parallel_size"):
         if getattr(parallel, option) > 1:
             pieces = "a part of its rows" if option == "context_parallel_size" else "pieces"
-            raise ConfigError(f"communication {name} is between whole copies of a model, and {option} leaves a rank "
-                              f"{pieces}", "leave one of the two out")
+            raise ConfigError(
+                f"communication {name} is between whole copies of a model, and {option} leaves a rank {pieces}",
+                "leave one of the two out",
+            )
     if name == "diloco" and how.diloco_overlap >= how.sync_every:
-        raise ConfigError(f"diloco_overlap {how.diloco_overlap} is no less than sync_every {how.sync_every}",
-                          "let a part's change arrive before the next is sent")
+        raise ConfigError(
+            f"diloco_overlap {how.diloco_overlap} is no less than sync_every {how.sync_every}",
+            "let a part's change arrive before the next is sent",
+        )
     if name in ("int8", "int4") and how.quantization_block % 2:
         raise ConfigError(f"quantization_block {how.quantization_block} is odd", "use an even number, as 256")
     return parallel

@@ -129,9 +129,18 @@ class OptimConfig(Strict):
     router_aux_loss_coef: Annotated[float, Ge(0)] = 0.0
     """Adds to the loss of a mixture of experts its routers' auxiliary loss times this, which evens the experts' load: \
 over the tokens of a micro-batch on all ranks, of the mean layer."""
-    lr_scheduler: Literal["linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts", "polynomial",
-                          "inverse_sqrt", "cosine_with_min_lr", "cosine_warmup_with_min_lr",
-                          "warmup_stable_decay"] = "linear"
+    lr_scheduler: Literal[
+        "linear",
+        "cosine",
+        "constant",
+        "constant_with_warmup",
+        "cosine_with_restarts",
+        "polynomial",
+        "inverse_sqrt",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "warmup_stable_decay",
+    ] = "linear"
     """Shape of the learning rate after warm-up; all but the first three are those of Transformers."""
     lr_scheduler_kwargs: str | None = None
     """What else the shape takes, as a JSON object: `{"num_cycles": 1}`."""

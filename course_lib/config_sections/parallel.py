@@ -71,8 +71,21 @@ keeps a part of them, and tokens travel to theirs."""
 class PipelineConfig(Strict):
     """How a model is cut into stages, and in which order they work (training_type pipeline)."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv",
-                      "dualpipev", "zb_auto", "zbv_auto", "v_half", "v_min"] = "1f1b"
+    schedule: Literal[
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "looped_bfs",
+        "zb_h1",
+        "zb_h2",
+        "interleaved_zero_bubble",
+        "zbv",
+        "dualpipev",
+        "zb_auto",
+        "zbv_auto",
+        "v_half",
+        "v_min",
+    ] = "1f1b"
     """Order of the ranks' forwards and backwards. The last four are fitted, for F, I and W that take equally long."""
     pipeline_parallel_size: Positive | None = None
     """Ranks of a pipeline; default: all that data_parallel_size leaves."""

@@ -15,13 +15,22 @@ TAKEN = {
     "inverse_sqrt": ("timescale",),
     "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
     "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate", "warmup_lr_rate", "num_cycles"),
-    "warmup_stable_decay": ("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio",
-                            "num_cycles"),
+    "warmup_stable_decay": (
+        "num_decay_steps",
+        "num_stable_steps",
+        "warmup_type",
+        "decay_type",
+        "min_lr_ratio",
+        "num_cycles",
+    ),
 }
 """Arguments of the functions in ``transformers.optimization``, by the schedule's name."""
 
-NEEDED = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
-          "warmup_stable_decay": ("num_decay_steps",)}
+NEEDED = {
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps",),
+}
 """Of these one has to be given."""
 
 
@@ -40,9 +49,13 @@ def arguments(schedule: str, text: str | None) -> dict[str, Any]:
         raise ConfigError(f"lr_scheduler_kwargs `{text}` is no JSON object", """write it as '{"num_cycles": 1}'""")
     for name in given:
         if name not in taken:
-            raise ConfigError(f"lr_scheduler {schedule} takes no `{name}`",
-                              nearest(name, taken) if taken else "leave lr_scheduler_kwargs out")
+            raise ConfigError(
+                f"lr_scheduler {schedule} takes no `{name}`",
+                nearest(name, taken) if taken else "leave lr_scheduler_kwargs out",
+            )
     if needed and not any(name in given for name in needed):
-        raise ConfigError(f"lr_scheduler {schedule} needs {' or '.join(needed)}",
-                          f"""give --lr_scheduler_kwargs '{{"{needed[0]}": …}}'""")
+        raise ConfigError(
+            f"lr_scheduler {schedule} needs {' or '.join(needed)}",
+            f"""give --lr_scheduler_kwargs '{{"{needed[0]}": …}}'""",
+        )
     return given

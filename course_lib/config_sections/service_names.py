@@ -24,13 +24,26 @@ class Rule:
 
 WANDB_PROJECT = Rule(r"[/\\#?%:\r\n]", "none of / \\ # ? % : may be in it", 128)
 WANDB_TEXT = Rule(r"[\r\n]", "it has to be one line", 128)
-TRACKIO_TABLES = ("system", "configs", "traces", "artifacts", "artifact_versions", "artifact_aliases",
-                  "run_artifact_links", "external_run_artifact_links")
+TRACKIO_TABLES = (
+    "system",
+    "configs",
+    "traces",
+    "artifacts",
+    "artifact_versions",
+    "artifact_aliases",
+    "run_artifact_links",
+    "external_run_artifact_links",
+)
 """Files that trackio keeps beside a project's own, by the end of their names."""
-TRACKIO_PROJECT = Rule(rf"^registry-|.+_({'|'.join(TRACKIO_TABLES)})$", "it keeps names that begin with registry-, or "
-                       "end as those of its own files (_system, _configs ...), to itself", 200)
+TRACKIO_PROJECT = Rule(
+    rf"^registry-|.+_({'|'.join(TRACKIO_TABLES)})$",
+    "it keeps names that begin with registry-, or end as those of its own files (_system, _configs ...), to itself",
+    200,
+)
 RULES: dict[tuple[str, str], Rule] = {
-    ("wandb", "project"): WANDB_PROJECT, ("wandb", "run_name"): WANDB_TEXT, ("wandb", "run_group"): WANDB_TEXT,
+    ("wandb", "project"): WANDB_PROJECT,
+    ("wandb", "run_name"): WANDB_TEXT,
+    ("wandb", "run_group"): WANDB_TEXT,
     ("trackio", "project"): TRACKIO_PROJECT,
     ("tensorboard", "run_name"): Rule(r"[/\\]|^\.\.?$", "it names a folder", 200),
 }
@@ -52,15 +65,20 @@ def check(tracker: str, field: str, name: str) -> None:
     if not name.strip():
         raise ConfigError(f"{field} is empty, and {tracker} needs a name", f"give --{field} NAME")
     if len(name) > rule.longest:
-        raise ConfigError(f"{tracker} takes no {field} `{shown}` of {len(name)} characters",
-                          f"give --{field} one of up to {rule.longest}")
+        raise ConfigError(
+            f"{tracker} takes no {field} `{shown}` of {len(name)} characters",
+            f"give --{field} one of up to {rule.longest}",
+        )
     plain = name if tracker != "trackio" else "".join(c for c in name if c.isalnum() or c in "-_")
     if re.search(rule.wrong, plain):
         team, _, project = name.partition("/")
         of_team = (tracker, field) == ("wandb", "project") and team and not re.search(WANDB_PROJECT.wrong, project)
-        raise ConfigError(f"{tracker} takes no {field} `{shown}`: {rule.said}",
-                          f"name the team by WANDB_ENTITY={team} in the environment, and give --project {project}"
-                          if of_team and project else f"give another --{field}")
+        raise ConfigError(
+            f"{tracker} takes no {field} `{shown}`: {rule.said}",
+            f"name the team by WANDB_ENTITY={team} in the environment, and give --project {project}"
+            if of_team and project
+            else f"give another --{field}",
+        )
 
 
 def check_environment(trackers: tuple[str, ...], environ: Mapping[str, str]) -> None:
@@ -77,8 +95,10 @@ def check_environment(trackers: tuple[str, ...], environ: Mapping[str, str]) -> 
     tags = environ.get("WANDB_TAGS")
     for tag in tags.split(",") if tags else ():
         if not 0 < len(tag) <= LONGEST_TAG:
-            raise ConfigError(f"WANDB_TAGS has a tag of {len(tag)} characters in the environment",
-                              f"give tags of 1 to {LONGEST_TAG}, with commas between")
+            raise ConfigError(
+                f"WANDB_TAGS has a tag of {len(tag)} characters in the environment",
+                f"give tags of 1 to {LONGEST_TAG}, with commas between",
+            )
 
 
 def check_repository(name: str) -> None:
@@ -93,5 +113,7 @@ def check_repository(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise ConfigError(f"push_to_hub `{name}` is no name of a repository ({str(error).splitlines()[0]})",
-                          "write NAME or OWNER/NAME") from None
+        raise ConfigError(
+            f"push_to_hub `{name}` is no name of a repository ({str(error).splitlines()[0]})",
+            "write NAME or OWNER/NAME",
+        ) from None

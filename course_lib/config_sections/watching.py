@@ -95,15 +95,22 @@ def check_profile(monitor: MonitorConfig, run: RunConfig, model: ModelConfig) ->
     if not monitor.profile:
         return
     if model.torch_compile:
-        raise ConfigError("profile counts PyTorch's operators, which torch_compile replaces by kernels of its own",
-                          "leave one of the two out, or record with --profile_steps alone",
-                          cure={"profile": None, "profile_steps": str(monitor.profiled_steps)})
+        raise ConfigError(
+            "profile counts PyTorch's operators, which torch_compile replaces by kernels of its own",
+            "leave one of the two out, or record with --profile_steps alone",
+            cure={"profile": None, "profile_steps": str(monitor.profiled_steps)},
+        )
     if monitor.profile_wait < 2:
-        raise ConfigError("profile counts operators in the last two steps that it waits, and profile_wait is "
-                          f"{monitor.profile_wait}", "use 2 or more", cure={"profile_wait": "2"})
+        raise ConfigError(
+            f"profile counts operators in the last two steps that it waits, and profile_wait is {monitor.profile_wait}",
+            "use 2 or more",
+            cure={"profile_wait": "2"},
+        )
     needed = monitor.profile_wait + monitor.profile_warmup + monitor.profiled_steps
     if run.max_steps and run.max_steps < needed:
-        raise ConfigError(f"profile takes {needed} steps ({monitor.profile_wait} waiting, {monitor.profile_warmup} to "
-                          f"warm up, {monitor.profiled_steps} recorded), and max_steps is {run.max_steps}",
-                          f"use --max_steps {needed}, or lower profile_wait, profile_warmup or profile_steps",
-                          cure={"max_steps": str(needed)})
+        raise ConfigError(
+            f"profile takes {needed} steps ({monitor.profile_wait} waiting, {monitor.profile_warmup} to "
+            f"warm up, {monitor.profiled_steps} recorded), and max_steps is {run.max_steps}",
+            f"use --max_steps {needed}, or lower profile_wait, profile_warmup or profile_steps",
+            cure={"max_steps": str(needed)},
+        )

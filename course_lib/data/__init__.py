@@ -7,5 +7,13 @@ from course_lib.data.packing import best_fit
 from course_lib.data.processing import DataProcessor, ProcessedData
 from course_lib.data.streaming import TextStream
 
-__all__ = ["Collator", "DataConnector", "DataProcessor", "ProcessedData", "TextData", "TextStream", "best_fit",
-           "open_stream"]
+__all__ = [
+    "Collator",
+    "DataConnector",
+    "DataProcessor",
+    "ProcessedData",
+    "TextData",
+    "TextStream",
+    "best_fit",
+    "open_stream",
+]

@@ -46,9 +46,13 @@ KINDS = (
     Kind(_any(types.is_null), pa.null()),
     Kind(_any(types.is_temporal, types.is_interval), None, AS_TEXT),
     Kind(_any(types.is_map, types.is_struct), None, "take the field that you mean into a column of its own"),
-    Kind(_any(types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view,
-              types.is_large_list_view), None,
-         'give one value per row; lists of words: frame[NAME] = frame[NAME].map(" ".join)'),
+    Kind(
+        _any(
+            types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view
+        ),
+        None,
+        'give one value per row; lists of words: frame[NAME] = frame[NAME].map(" ".join)',
+    ),
     Kind(_any(types.is_union), None, AS_TEXT),
 )
 """All of them; a type that is in none is refused too."""
@@ -74,8 +78,10 @@ def plain_type(kind: pa.DataType) -> pa.DataType | None:
 def way_out(kind: pa.DataType, name: str) -> str:
     """What to do about a column of a type that is refused."""
     if name.lower() in CHATS and types.is_nested(kind):
-        return (f"make a text of each conversation first: rows.map(lambda row: {{'text': "
-                f"tokenizer.apply_chat_template(row[{name!r}], tokenize=False)}})")
+        return (
+            f"make a text of each conversation first: rows.map(lambda row: {{'text': "
+            f"tokenizer.apply_chat_template(row[{name!r}], tokenize=False)}})"
+        )
     kind = unpacked(kind)
     return next((one.way_out for one in KINDS if one.holds(kind)), AS_TEXT).replace("NAME", repr(name))
 
@@ -112,8 +118,10 @@ def text_of(values: pa.Array, name: str, split: str, first: int) -> pa.Array:
             try:
                 value is None or value.decode()
             except UnicodeDecodeError:
-                raise DataError(f"column `{name}` of the {split} split holds bytes that are no UTF-8 in row "
-                                f"{first + row} (from 0)", "name another column, or decode it first") from None
+                raise DataError(
+                    f"column `{name}` of the {split} split holds bytes that are no UTF-8 in row {first + row} (from 0)",
+                    "name another column, or decode it first",
+                ) from None
         raise
 
 

@@ -75,9 +75,19 @@ class GlobalBatchSampler(Sampler[list[RowKey]]):
         batches: row numbers of each global batch of the epoch chosen, see :class:`EpochBatches`.
     """
 
-    def __init__(self, lengths: Sequence[int] | pa.ChunkedArray, batch_size: int, num_processes: int = 1,
-                 accumulation: int = 1, seed: int = 0, group_by_length: bool = True,
-                 global_batch_size: int | None = None, *, order_seed: int | None = None, drop_last_batch: bool = False):
+    def __init__(
+        self,
+        lengths: Sequence[int] | pa.ChunkedArray,
+        batch_size: int,
+        num_processes: int = 1,
+        accumulation: int = 1,
+        seed: int = 0,
+        group_by_length: bool = True,
+        global_batch_size: int | None = None,
+        *,
+        order_seed: int | None = None,
+        drop_last_batch: bool = False,
+    ):
         self.lengths = lengths
         self.batch_size = batch_size
         self.num_processes = num_processes
@@ -107,8 +117,13 @@ class GlobalBatchSampler(Sampler[list[RowKey]]):
 
     def global_batches(self, epoch: int) -> Sequence[np.ndarray]:
         """Row numbers of each global batch, longest row first where grouped by length."""
-        return EpochBatches(self.lengths, self.global_batch_size, [self.order_seed, epoch], self.group_by_length,
-                            drop_last=self.drop_last_batch)
+        return EpochBatches(
+            self.lengths,
+            self.global_batch_size,
+            [self.order_seed, epoch],
+            self.group_by_length,
+            drop_last=self.drop_last_batch,
+        )
 
     def deal(self, batch: np.ndarray, epoch: int) -> Iterator[list[RowKey]]:
         """Micro-batches of one global batch, in order of accumulation step, then process."""
@@ -206,16 +221,29 @@ def workers(chosen: int | None, device_type: str, ranks: int) -> int:
     return max(0, min(MOST_WORKERS, usable_cores() // ranks - 1))
 
 
-def training_loader(dataset: datasets.Dataset, sampler: GlobalBatchSampler, collator: Collator,
-                    num_workers: int = 0, pin_memory: bool = False, rank: int = 0) -> DataLoader:
+def training_loader(
+    dataset: datasets.Dataset,
+    sampler: GlobalBatchSampler,
+    collator: Collator,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    rank: int = 0,
+) -> DataLoader:
     """A loader of micro-batches in the sampler's order; the rank decides its workers' random streams.
 
     Workers stay from one epoch to the next, and hold two batches each ready. They may be forked from a process that
     uses CUDA: what they run, :class:`Rows` and the collator, is Arrow, NumPy and tensors on the CPU.
     """
-    return DataLoader(Rows(dataset, sampler.seed, rank), batch_sampler=sampler, collate_fn=collator,
-                      num_workers=num_workers, pin_memory=pin_memory, generator=_own_generator(),
-                      worker_init_fn=expect_readers_end, persistent_workers=num_workers > 0)
+    return DataLoader(
+        Rows(dataset, sampler.seed, rank),
+        batch_sampler=sampler,
+        collate_fn=collator,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        generator=_own_generator(),
+        worker_init_fn=expect_readers_end,
+        persistent_workers=num_workers > 0,
+    )
 
 
 class StreamSteps:
@@ -251,19 +279,39 @@ class StreamSteps:
 
 def stream_loader(stream: TextStream, collator: Collator, num_workers: int = 0, pin_memory: bool = False) -> DataLoader:
     """A loader of a stream's micro-batches; its workers end with each iteration, and begin where the stream stands."""
-    return DataLoader(stream, batch_size=stream.batch_size, collate_fn=collator, num_workers=num_workers,
-                      pin_memory=pin_memory, generator=_own_generator(), worker_init_fn=expect_readers_end)
+    return DataLoader(
+        stream,
+        batch_size=stream.batch_size,
+        collate_fn=collator,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        generator=_own_generator(),
+        worker_init_fn=expect_readers_end,
+    )
 
 
-def evaluation_loader(dataset: datasets.Dataset, batch_size: int, collator: Collator, seed: int,
-                      num_workers: int = 0, pin_memory: bool = False) -> DataLoader:
+def evaluation_loader(
+    dataset: datasets.Dataset,
+    batch_size: int,
+    collator: Collator,
+    seed: int,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> DataLoader:
     """A loader that gives every row once; masks for masked language modelling are those of epoch 0.
 
     Its workers end with each evaluation: a run has a loader for every split, and seldom uses them.
     """
-    return DataLoader(Rows(dataset, seed), batch_size=batch_size, sampler=SequentialKeys(column(dataset, "length")),
-                      collate_fn=collator, num_workers=num_workers, pin_memory=pin_memory, generator=_own_generator(),
-                      worker_init_fn=expect_readers_end)
+    return DataLoader(
+        Rows(dataset, seed),
+        batch_size=batch_size,
+        sampler=SequentialKeys(column(dataset, "length")),
+        collate_fn=collator,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        generator=_own_generator(),
+        worker_init_fn=expect_readers_end,
+    )
 
 
 def end_workers(loader: DataLoader) -> None:

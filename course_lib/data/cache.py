@@ -67,8 +67,15 @@ def column(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
     return rows.select_columns(name).with_format("arrow")[:][name]
 
 
-def cached_map(rows: datasets.Dataset, function: Callable[[pa.Table], Mapping[str, Any]], *, key: str,
-               features: datasets.Features, describe: str, row_bytes: float = 1) -> datasets.Dataset:
+def cached_map(
+    rows: datasets.Dataset,
+    function: Callable[[pa.Table], Mapping[str, Any]],
+    *,
+    key: str,
+    features: datasets.Features,
+    describe: str,
+    row_bytes: float = 1,
+) -> datasets.Dataset:
     """``rows.map(function, batched=True)``, memory-mapped from the cache of `datasets` (HF_DATASETS_CACHE).
 
     Processes that ask for the same key at the same time wait for the first of them, and read what it wrote.
@@ -96,10 +103,22 @@ def cached_map(rows: datasets.Dataset, function: Callable[[pa.Table], Mapping[st
     with unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(f"{path}.lock"), progress_bars(len(rows) > BAR_ROWS):
-            return rows.with_format("arrow").map(
-                in_batches, batched=True, batch_size=record, writer_batch_size=record, features=features,
-                remove_columns=rows.column_names, desc=describe, cache_file_name=str(path), load_from_cache_file=True,
-                new_fingerprint=key).with_format(None)
+            return (
+                rows.with_format("arrow")
+                .map(
+                    in_batches,
+                    batched=True,
+                    batch_size=record,
+                    writer_batch_size=record,
+                    features=features,
+                    remove_columns=rows.column_names,
+                    desc=describe,
+                    cache_file_name=str(path),
+                    load_from_cache_file=True,
+                    new_fingerprint=key,
+                )
+                .with_format(None)
+            )
 
 
 def folder() -> Path:
@@ -117,8 +136,10 @@ def unwritable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"cannot write {path} ({error.strerror or error})",
-                        "set HF_DATASETS_CACHE to a folder that can be written and has room") from error
+        raise DataError(
+            f"cannot write {path} ({error.strerror or error})",
+            "set HF_DATASETS_CACHE to a folder that can be written and has room",
+        ) from error
 
 
 def cached_filter(rows: datasets.Dataset, kept: pa.ChunkedArray, describe: str) -> datasets.Dataset:

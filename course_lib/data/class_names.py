@@ -18,8 +18,11 @@ CODES = ({"-1", "0", "1"}, {"-1", "1"})
 
 def visible(name: str) -> str:
     """A name by what a reader sees of it: composed characters (NFC), no invisible ones, single plain blanks."""
-    kept = (letter for letter in unicodedata.normalize("NFC", name)
-            if letter.isspace() or unicodedata.category(letter) not in ("Cf", "Cc"))
+    kept = (
+        letter
+        for letter in unicodedata.normalize("NFC", name)
+        if letter.isspace() or unicodedata.category(letter) not in ("Cf", "Cc")
+    )
     return " ".join("".join(kept).split())
 
 
@@ -69,21 +72,32 @@ class Classes:
         for key, spelt in self.spellings.items():
             if len(spelt) > 1:
                 others = ", ".join(f"{counts[name]} as {name!a}" for name in spelt)
-                notes.append(f"class `{self.names[self.by_key[key]]}` is written in {len(spelt)} ways that mean the "
-                             f"same ({others})")
+                notes.append(
+                    f"class `{self.names[self.by_key[key]]}` is written in {len(spelt)} ways that mean the "
+                    f"same ({others})"
+                )
         by_fold: dict[str, list[str]] = {}
         for key in rows:
             by_fold.setdefault(key.casefold(), []).append(key)
-        notes += [f"classes {_listed(alike, rows)} differ by upper and lower case alone"
-                  for alike in by_fold.values() if len(alike) > 1]
+        notes += [
+            f"classes {_listed(alike, rows)} differ by upper and lower case alone"
+            for alike in by_fold.values()
+            if len(alike) > 1
+        ]
         if set(rows) not in CODES:
-            notes += [f"{rows[key]} training rows have the class `{key}`, which often stands for no label: leave them "
-                      "out if it does" for key in rows if key.lower() in SENTINELS]
+            notes += [
+                f"{rows[key]} training rows have the class `{key}`, which often stands for no label: leave them "
+                "out if it does"
+                for key in rows
+                if key.lower() in SENTINELS
+            ]
         for mark in "|;,":
             parts = {part.strip() for key in rows for part in key.split(mark)}
             if 2 * sum(mark in key for key in rows) >= len(rows) and len(parts) < len(rows) + (len(rows) < 4):
-                notes.append(f"most classes have a `{mark}` in them, as `{next(key for key in rows if mark in key)}`: "
-                             "each combination is a class of its own; several labels per row are not read here")
+                notes.append(
+                    f"most classes have a `{mark}` in them, as `{next(key for key in rows if mark in key)}`: "
+                    "each combination is a class of its own; several labels per row are not read here"
+                )
         return notes
 
     def unseen(self, name: str) -> str:

@@ -55,8 +55,9 @@ def model_inputs(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     (``find_packed_sequence_indices`` of its masking_utils), and hides each from the others. It looks for none where the
     model fills a cache: ``config.use_cache`` has to be False, as :func:`course_lib.modeling.load` sets it.
     """
-    return {name: batch[name] for name in ("input_ids", "position_ids" if "position_ids" in batch
-                                           else "attention_mask")}
+    return {
+        name: batch[name] for name in ("input_ids", "position_ids" if "position_ids" in batch else "attention_mask")
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +118,10 @@ class Collator:
                 labels[real] = np.where(learnt, input_ids[real], IGNORE)
         else:
             labels = np.full_like(input_ids, IGNORE)
-            seeds = [row["mask_seed"] if "mask_seed" in row else list(map(int, ids))
-                     for row, ids in zip(rows, tokens, strict=True)]
+            seeds = [
+                row["mask_seed"] if "mask_seed" in row else list(map(int, ids))
+                for row, ids in zip(rows, tokens, strict=True)
+            ]
             input_ids[real], labels[real] = self.mask(input_ids[real], lengths, seeds)
         labels[ignored] = IGNORE
         arrays = {"input_ids": input_ids, "attention_mask": real.astype(np.int64), "labels": labels}
@@ -139,8 +142,9 @@ class Collator:
             width = max(width, min(rounded, self.max_positions or rounded))
         return width
 
-    def mask(self, tokens: np.ndarray, lengths: np.ndarray,
-             seeds: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    def mask(
+        self, tokens: np.ndarray, lengths: np.ndarray, seeds: Sequence[Sequence[int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Hide some tokens of each row (Devlin et al. 2019, arXiv 1810.04805, section 3.1).
 
         Each token is predicted with probability mlm_probability, and at least one in a row is; of these, 80 % become
@@ -156,8 +160,10 @@ class Collator:
             The tokens to read and the labels, each int64 [n].
         """
         assert self.ordinary is not None and self.mask_token_id is not None
-        draws = [np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed))).random((3, length))
-                 for seed, length in zip(seeds, lengths, strict=True)]
+        draws = [
+            np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed))).random((3, length))
+            for seed, length in zip(seeds, lengths, strict=True)
+        ]
         score, action, word = np.concatenate(draws, axis=1)
         usable = self._is_ordinary[np.minimum(tokens, self.ordinary[-1] + 1)]
         score = np.where(usable, score, np.inf)

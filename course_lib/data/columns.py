@@ -21,10 +21,24 @@ from course_lib.errors import DataError, nearest
 
 TEXT_NAMES = ("text", "sentence", "content", "review", "tweet", "document", "comment", "message", "question")
 LABEL_NAMES = ("label", "labels", "sentiment", "class", "target", "category", "emotion")
-PAIRS = (("premise", "hypothesis"), ("sentence1", "sentence2"), ("sentence_A", "sentence_B"), ("text_a", "text_b"),
-         ("text1", "text2"), ("question1", "question2"), ("question", "context"), ("question", "passage"),
-         ("question", "sentence"), ("query", "passage"), ("instruction", "output"), ("prompt", "completion"),
-         ("prompt", "response"), ("question", "answer"), ("input", "output"), ("title", "body"))
+PAIRS = (
+    ("premise", "hypothesis"),
+    ("sentence1", "sentence2"),
+    ("sentence_A", "sentence_B"),
+    ("text_a", "text_b"),
+    ("text1", "text2"),
+    ("question1", "question2"),
+    ("question", "context"),
+    ("question", "passage"),
+    ("question", "sentence"),
+    ("query", "passage"),
+    ("instruction", "output"),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("input", "output"),
+    ("title", "body"),
+)
 """Columns that hold two texts to be read together."""
 MOST_LISTED = 20
 """Columns that an error names."""
@@ -55,8 +69,10 @@ def choose_column(wanted: str | None, usual: Sequence[str], raw: Raw, option: st
     if len(candidates) != 1:
         which = f"{' and '.join(candidates)} could each be" if candidates else "none is known to be"
         other = "" if candidates else _other_form(raw, option)
-        raise DataError(f"{what} has the columns {listed}, and {which} the {option.partition('_')[0]}",
-                        other or f"name it with --{option}")
+        raise DataError(
+            f"{what} has the columns {listed}, and {which} the {option.partition('_')[0]}",
+            other or f"name it with --{option}",
+        )
     return candidates[0]
 
 
@@ -64,8 +80,10 @@ def _other_form(raw: Raw, option: str) -> str:
     """What to do about columns that are no text and no class but something known, or no header; nothing else."""
     columns = raw.column_names
     if any(len(name.split()) >= 4 or re.fullmatch(r"[-+.,\d]+", name) or _occurs_below(raw, name) for name in columns):
-        return f"is the first line a row, and no header? Then put one above it, such as text,label; else name the " \
-               f"column with --{option}"
+        return (
+            f"is the first line a row, and no header? Then put one above it, such as text,label; else name the "
+            f"column with --{option}"
+        )
     if option != "text_column":
         return ""
     chat = next((name for name in raw.refused if name.lower() in arrow_types.CHATS), None)
@@ -73,8 +91,10 @@ def _other_form(raw: Raw, option: str) -> str:
         return f"`{chat}` holds conversations: {raw.refused[chat][1]}"
     pair = next((pair for pair in PAIRS if set(pair) <= set(columns)), None)
     if pair:
-        return (f"{pair[0]} and {pair[1]} are two texts per row: join them first, rows.map(lambda row: {{\"text\": "
-                f"row[\"{pair[0]}\"] + \"\\n\" + row[\"{pair[1]}\"]}}), or name one of them with --{option}")
+        return (
+            f'{pair[0]} and {pair[1]} are two texts per row: join them first, rows.map(lambda row: {{"text": '
+            f'row["{pair[0]}"] + "\\n" + row["{pair[1]}"]}}), or name one of them with --{option}'
+        )
     return ""
 
 
@@ -96,8 +116,9 @@ def check_text(raw: Raw, name: str, split: str) -> None:
     if plain not in (pa.string(), pa.binary(), pa.null()):
         held = held or arrow_types.shown(raw.type_of(name))
         way = way or arrow_types.AS_TEXT.replace("NAME", repr(name))
-        raise DataError(f"column `{name}` of the {split} split holds {held}, not text",
-                        f"name another with --text_column, or {way}")
+        raise DataError(
+            f"column `{name}` of the {split} split holds {held}, not text", f"name another with --text_column, or {way}"
+        )
 
 
 def only_text(raw: Raw, name: str, split: str) -> datasets.Dataset:
@@ -118,8 +139,13 @@ def only_text(raw: Raw, name: str, split: str) -> datasets.Dataset:
         values = arrow_types.plain(batch[name].combine_chunks())
         return {"text": pc.fill_null(arrow_types.text_of(values, name, split, first - len(batch)), "")}
 
-    return cached_map(rows, texts, key=digest(FORMAT, "text", column_digest(rows, name)),
-                      features=datasets.Features({"text": datasets.Value("string")}), describe=f"Reading {split}")
+    return cached_map(
+        rows,
+        texts,
+        key=digest(FORMAT, "text", column_digest(rows, name)),
+        features=datasets.Features({"text": datasets.Value("string")}),
+        describe=f"Reading {split}",
+    )
 
 
 def conversations(raw: Raw) -> Sequence[str]:
@@ -132,10 +158,13 @@ def only_conversations(raw: Raw, name: str, split: str) -> datasets.Dataset:
     """The rows with one column, `text`, of conversations as JSON; empty where there is none."""
     if name in raw.chats:
         return only_text(raw, name, split)
-    return cached_map(raw.rows.select_columns(name),
-                      lambda batch: {"text": pc.fill_null(as_json(batch[name].combine_chunks()), "")},
-                      key=digest(FORMAT, "chats", column_digest(raw.rows, name)),
-                      features=datasets.Features({"text": datasets.Value("string")}), describe=f"Reading {split}")
+    return cached_map(
+        raw.rows.select_columns(name),
+        lambda batch: {"text": pc.fill_null(as_json(batch[name].combine_chunks()), "")},
+        key=digest(FORMAT, "chats", column_digest(raw.rows, name)),
+        features=datasets.Features({"text": datasets.Value("string")}),
+        describe=f"Reading {split}",
+    )
 
 
 def blank_rows(rows: datasets.Dataset) -> pa.ChunkedArray:
@@ -144,7 +173,7 @@ def blank_rows(rows: datasets.Dataset) -> pa.ChunkedArray:
     for texts in batches(rows, "text"):  # of BATCH_ROWS, so each begins a byte
         blank = pc.equal(pc.utf8_trim_whitespace(texts), "").to_numpy(zero_copy_only=False)
         here = np.packbits(blank, bitorder="little")
-        bits[start:start + len(here)] = here
+        bits[start : start + len(here)] = here
         start += len(here)
     return pa.chunked_array([pa.Array.from_buffers(pa.bool_(), len(rows), [None, pa.py_buffer(bits)])])
 
@@ -167,8 +196,10 @@ class Labels:
     def __init__(self, raw: Raw, name: str, split: str):
         held, way = raw.problem(name) or (None, "")
         if held:
-            raise DataError(f"column `{name}` of the {split} split holds {held}, not one class per row",
-                            f"name another with --label_column, or {way}")
+            raise DataError(
+                f"column `{name}` of the {split} split holds {held}, not one class per row",
+                f"name another with --label_column, or {way}",
+            )
         self.rows, self.name, self.split = raw.rows.select_columns(name), name, split
         self.feature = raw.rows.features[name]
         counts, content = Counter[str](), hashlib.sha256()
@@ -206,25 +237,33 @@ class Labels:
             names = pa.array(self.names, pa.string()).take(pc.if_else(known, values, None))
         else:
             names = self._as_names(arrow_types.plain(values), first)
-        blank = pc.is_in(names, pa.array([name for name in pc.unique(names).to_pylist() if not visible(name or "")],
-                                         pa.string()))
+        blank = pc.is_in(
+            names, pa.array([name for name in pc.unique(names).to_pylist() if not visible(name or "")], pa.string())
+        )
         if (row := pc.index(pc.or_kleene(pc.is_null(names), blank), True).as_py()) >= 0:
             elsewhere = "" if self.split == "train" else f", or name another split with --{self.split}_split"
-            raise DataError(f"row {first + row} (from 0) of the {self.split} split has no label in column "
-                            f"`{self.name}`", f"give every row a class{elsewhere}")
+            raise DataError(
+                f"row {first + row} (from 0) of the {self.split} split has no label in column `{self.name}`",
+                f"give every row a class{elsewhere}",
+            )
         return names
 
     def _as_names(self, values: pa.Array, first: int) -> pa.Array:
         if not pa.types.is_floating(values.type):
-            return (values.cast(pa.string()) if not pa.types.is_binary(values.type)
-                    else arrow_types.text_of(values, self.name, self.split, first))
+            return (
+                values.cast(pa.string())
+                if not pa.types.is_binary(values.type)
+                else arrow_types.text_of(values, self.name, self.split, first)
+            )
         # What readers make of whole numbers where some are missing.
         values = pc.if_else(pc.is_nan(values), None, values)
         unfit = pc.or_(pc.not_equal(pc.floor(values), values), pc.greater(pc.abs(values), arrow_types.EXACT))
         if (row := pc.index(unfit, True).as_py()) >= 0:
-            raise DataError(f"column `{self.name}` of the {self.split} split holds {values[row].as_py()} in row "
-                            f"{first + row} (from 0), which is no class",
-                            "use whole numbers or names; regression is not here")
+            raise DataError(
+                f"column `{self.name}` of the {self.split} split holds {values[row].as_py()} in row "
+                f"{first + row} (from 0), which is no class",
+                "use whole numbers or names; regression is not here",
+            )
         return values.cast(pa.int64()).cast(pa.string())
 
     def numbered(self, texts: datasets.Dataset, classes: Classes) -> datasets.Dataset:
@@ -239,27 +278,35 @@ class Labels:
         numbers = {name: classes.number_of(name) for name in self.counts}
         unknown = [name for name, number in numbers.items() if number is None]
         if unknown and all_hidden(self.counts):
-            raise DataError(f"the {self.split} split has no labels: every row has `{unknown[0]}`",
-                            f"name another split with --{self.split}_split, or leave it out")
+            raise DataError(
+                f"the {self.split} split has no labels: every row has `{unknown[0]}`",
+                f"name another split with --{self.split}_split, or leave it out",
+            )
         if unknown:
             first = 0
             for names in self.by_name():
                 if (row := pc.index(pc.is_in(names, pa.array(unknown)), True).as_py()) >= 0:
                     name = names[row].as_py()
-                    raise DataError(f"label `{name}` in row {first + row} (from 0) of the {self.split} split does "
-                                    "not occur in the training split", classes.unseen(name))
+                    raise DataError(
+                        f"label `{name}` in row {first + row} (from 0) of the {self.split} split does "
+                        "not occur in the training split",
+                        classes.unseen(name),
+                    )
                 first += len(names)
         spelt, meant = pa.array(list(numbers), pa.string()), pa.array(list(numbers.values()), pa.int64())
         coded = cached_map(
-            self.rows, lambda batch: {"label": meant.take(pc.index_in(
-                self._named(batch[self.name].combine_chunks(), 0), spelt))},
+            self.rows,
+            lambda batch: {"label": meant.take(pc.index_in(self._named(batch[self.name].combine_chunks(), 0), spelt))},
             key=digest(FORMAT, "label", numbers, self.digest),
-            features=datasets.Features({"label": datasets.Value("int64")}), describe=f"Labels of {self.split}")
+            features=datasets.Features({"label": datasets.Value("int64")}),
+            describe=f"Labels of {self.split}",
+        )
         return datasets.concatenate_datasets([texts, coded], axis=1)
 
 
-def cut(size: int, fraction: float, seed: int, labels: pa.ChunkedArray | None = None,
-        part: int = PART) -> pa.ChunkedArray:
+def cut(
+    size: int, fraction: float, seed: int, labels: pa.ChunkedArray | None = None, part: int = PART
+) -> pa.ChunkedArray:
     """Which rows to hold out, bool [size]; the share of each class is about the same in both parts.
 
     The seats of the held-out part go to the classes by largest remainder; a class keeps at least one row. More rows
@@ -292,8 +339,9 @@ def cut(size: int, fraction: float, seed: int, labels: pa.ChunkedArray | None = 
         for label in range(number):
             rows = np.flatnonzero(here == label)
             later = counts[label] - len(rows)
-            drawn = random.hypergeometric(seats[label], counts[label] - seats[label], len(rows)) if later \
-                else seats[label]
+            drawn = (
+                random.hypergeometric(seats[label], counts[label] - seats[label], len(rows)) if later else seats[label]
+            )
             mask[random.permutation(rows)[:drawn]] = True
             counts[label], seats[label] = later, seats[label] - drawn
         masks.append(pa.array(mask))

@@ -45,8 +45,9 @@ class TextData:
     @property
     def training_texts(self) -> Iterable[str]:
         """What a tokenizer is trained on: of conversations what is said in them, of a stream its first texts."""
-        texts: Iterable[str] = self.splits["train"]["text"] if self.shards is None else itertools.islice(
-            self.shards.read(0), BATCH_ROWS)
+        texts: Iterable[str] = (
+            self.splits["train"]["text"] if self.shards is None else itertools.islice(self.shards.read(0), BATCH_ROWS)
+        )
         return map(contents, texts) if self.conversations else texts
 
 
@@ -90,16 +91,27 @@ class DataConnector:
         shards = self._stream(source, chosen, notes) if self.config.streaming else None
         rows = {split: self._read(source, own_name, split, notes) for split, own_name in chosen.items()}
         kinds = {split: one.conversations for split, one in rows.items()} | (
-            {"train": shards.conversations} if shards else {})
+            {"train": shards.conversations} if shards else {}
+        )
         if len({*kinds.values()}) > 1:
             held = [f"{split} {'conversations' if talks else 'texts'}" for split, talks in kinds.items()]
-            raise DataError(f"the splits of {source.name} hold both ({', '.join(held)})",
-                            "give all splits the same columns, or name one of them with --text_column")
+            raise DataError(
+                f"the splits of {source.name} hold both ({', '.join(held)})",
+                "give all splits the same columns, or name one of them with --text_column",
+            )
         splits, label_names = self._number(rows, notes)
         splits = splits if shards else self._cut_missing(splits, notes)
         splits = self._shorten(splits, label_names, notes)
-        return TextData(splits, label_names, source.name, source.described, fingerprint(splits, label_names),
-                        tuple(notes), any(kinds.values()), shards)
+        return TextData(
+            splits,
+            label_names,
+            source.name,
+            source.described,
+            fingerprint(splits, label_names),
+            tuple(notes),
+            any(kinds.values()),
+            shards,
+        )
 
     def open_training_shards(self) -> Shards:
         """The training files alone, to be read as they are needed, whatever else the data set has.
@@ -142,8 +154,9 @@ class DataConnector:
         chats = () if self._classifies else columns.conversations(raw)
         if self.config.task == "causal_lm" and (chat := self._chat(chats, what)):
             return _Rows(columns.only_conversations(raw, chat, split), conversations=True)
-        text = columns.choose_column(self.config.text_column or source.text_column, columns.TEXT_NAMES, raw,
-                                     "text_column", what)
+        text = columns.choose_column(
+            self.config.text_column or source.text_column, columns.TEXT_NAMES, raw, "text_column", what
+        )
         texts = self._clean(columns.only_text(raw, text, split), split, source.is_prose)
         blank = columns.blank_rows(texts)
         count = pc.sum(blank).as_py()
@@ -156,13 +169,18 @@ class DataConnector:
             return _Rows(texts)
         if count:
             row = pc.index(blank, True).as_py()
-            raise DataError(f"row {row} (from 0) of the {split} split has no text in column `{text}`",
-                            "give every row a text, or leave such rows out")
+            raise DataError(
+                f"row {row} (from 0) of the {split} split has no text in column `{text}`",
+                "give every row a text, or leave such rows out",
+            )
         if set(raw.column_names) == {text}:
-            raise DataError(f"{what} has no column but `{text}`, so no classes",
-                            "use --task causal_lm or masked_lm, or data with labels")
-        label = columns.choose_column(self.config.label_column or source.label_column, columns.LABEL_NAMES,
-                                      raw, "label_column", what)
+            raise DataError(
+                f"{what} has no column but `{text}`, so no classes",
+                "use --task causal_lm or masked_lm, or data with labels",
+            )
+        label = columns.choose_column(
+            self.config.label_column or source.label_column, columns.LABEL_NAMES, raw, "label_column", what
+        )
         labels = columns.Labels(raw, label, split)
         if split == "train" and labels.names is None:
             label_check.check_classes(raw.rows, text, label, list(labels.counts), what)
@@ -171,11 +189,15 @@ class DataConnector:
     def _stream(self, source: sources.Source, chosen: dict[str, str], notes: list[str]) -> Shards:
         """The training files, to be read as they are needed; takes the split out of those that are chosen."""
         if "validation" not in chosen:
-            raise DataError(f"{source.name} has no validation split, and none can be cut from a stream",
-                            "put a file validation.jsonl, .parquet or .txt beside the training files")
+            raise DataError(
+                f"{source.name} has no validation split, and none can be cut from a stream",
+                "put a file validation.jsonl, .parquet or .txt beside the training files",
+            )
         shards = open_shards(source, chosen.pop("train"), self.config, self._chat)
-        notes.append(f"train is streamed from {len(shards)} file{'s' * (len(shards) != 1)}, shuffled in windows of "
-                     f"{self.config.stream_window:,} rows")
+        notes.append(
+            f"train is streamed from {len(shards)} file{'s' * (len(shards) != 1)}, shuffled in windows of "
+            f"{self.config.stream_window:,} rows"
+        )
         return shards
 
     def _chat(self, chats: Sequence[str], what: str) -> str | None:
@@ -183,11 +205,15 @@ class DataConnector:
         wanted = self.config.text_column
         chat = next((name for name in chats if wanted in (None, name)), None)
         if chat and (self.config.lowercase or self.config.clean_text):
-            raise DataError(f"{what} holds conversations in `{chat}`, which clean_text and lowercase would change",
-                            "leave the two out")
+            raise DataError(
+                f"{what} holds conversations in `{chat}`, which clean_text and lowercase would change",
+                "leave the two out",
+            )
         if not chat and self.config.chat_template:
-            raise DataError(f"{what} holds no conversations, which chat_template {self.config.chat_template} is for",
-                            f"leave it out, or give a column {' or '.join(COLUMNS)}")
+            raise DataError(
+                f"{what} holds no conversations, which chat_template {self.config.chat_template} is for",
+                f"leave it out, or give a column {' or '.join(COLUMNS)}",
+            )
         return chat
 
     def _clean(self, rows: datasets.Dataset, split: str, is_prose: bool) -> datasets.Dataset:
@@ -204,8 +230,9 @@ class DataConnector:
         key = digest(FORMAT, "clean", tidy, lowercase, column_digest(rows, "text"))
         return cached_map(rows, normalise, key=key, features=rows.features, describe=f"Cleaning {split}")
 
-    def _number(self, rows: dict[str, _Rows],
-                notes: list[str]) -> tuple[dict[str, datasets.Dataset], tuple[str, ...] | None]:
+    def _number(
+        self, rows: dict[str, _Rows], notes: list[str]
+    ) -> tuple[dict[str, datasets.Dataset], tuple[str, ...] | None]:
         """Each split with its classes as numbers, and the names of the classes."""
         labels = {split: split_rows.labels for split, split_rows in rows.items() if split_rows.labels}
         if not labels:
@@ -213,8 +240,10 @@ class DataConnector:
         counts = labels["train"].counts
         classes = Classes(counts, labels["train"].names)
         if len(classes.names) < 2:
-            raise DataError(f"every row of the training split has the label `{classes.names[0]}`",
-                            "a classifier needs two classes: check --label_column")
+            raise DataError(
+                f"every row of the training split has the label `{classes.names[0]}`",
+                "a classifier needs two classes: check --label_column",
+            )
         notes += classes.notes(counts)
         numbered = {split: own.numbered(rows[split].texts, classes) for split, own in labels.items()}
         return numbered, classes.names
@@ -224,30 +253,41 @@ class DataConnector:
         size, share, left = len(splits["train"]), self.config.validation_fraction, 1.0
         missing = [name for name in ("validation", "test") if name not in splits]
         if share * len(missing) >= 1:
-            raise DataError(f"validation_fraction {share} is cut off twice, for validation and for test, and leaves "
-                            "nothing to train on", "give less than 0.5")
+            raise DataError(
+                f"validation_fraction {share} is cut off twice, for validation and for test, and leaves "
+                "nothing to train on",
+                "give less than 0.5",
+            )
         for split in missing:
             train = splits["train"]
             labels = column(train, "label") if self._classifies else None
             held_out = columns.cut(len(train), share / left, self.seed, labels)
             count = pc.sum(held_out).as_py()
             if split == "test" and count in (0, len(train)):
-                notes.append(f"no test split, and {size} rows are too few to cut one: the validation split, by which "
-                             "the best model is chosen, stands in for it")
+                notes.append(
+                    f"no test split, and {size} rows are too few to cut one: the validation split, by which "
+                    "the best model is chosen, stands in for it"
+                )
                 break
             if not count:
-                raise DataError(f"the training split has {size} rows, too few to cut a validation split from",
-                                "give a validation split, or more rows")
+                raise DataError(
+                    f"the training split has {size} rows, too few to cut a validation split from",
+                    "give a validation split, or more rows",
+                )
             how = "in each class" if self._classifies else "of the rows"
-            notes.append(f"no {split} split: {count} rows ({share:.0%} {how}, seed {self.seed}) are cut from the "
-                         "training split")
-            splits = splits | {"train": cached_filter(train, pc.invert(held_out), "Training rows"),
-                               split: cached_filter(train, held_out, f"{split.capitalize()} rows")}
+            notes.append(
+                f"no {split} split: {count} rows ({share:.0%} {how}, seed {self.seed}) are cut from the training split"
+            )
+            splits = splits | {
+                "train": cached_filter(train, pc.invert(held_out), "Training rows"),
+                split: cached_filter(train, held_out, f"{split.capitalize()} rows"),
+            }
             left -= share
         return splits
 
-    def _shorten(self, splits: dict[str, datasets.Dataset], label_names: tuple[str, ...] | None,
-                 notes: list[str]) -> datasets.DatasetDict:
+    def _shorten(
+        self, splits: dict[str, datasets.Dataset], label_names: tuple[str, ...] | None, notes: list[str]
+    ) -> datasets.DatasetDict:
         """Only the first rows of each split where the config says so; drawn where the first ones lack classes."""
         for split, rows in splits.items():
             limit = self.config.max_train_samples if split == "train" else self.config.max_eval_samples
@@ -263,13 +303,17 @@ class DataConnector:
         there, left = len(labels.unique()), len(column(first, "label").unique())
         if left == there or left >= limit:
             return first
-        notes.append(f"the first {limit} rows of the {split} split have {left} of its {there} classes, so rows are "
-                     f"drawn in each class (seed {self.seed})")
+        notes.append(
+            f"the first {limit} rows of the {split} split have {left} of its {there} classes, so rows are "
+            f"drawn in each class (seed {self.seed})"
+        )
         drawn = columns.cut(len(rows), limit / len(rows), self.seed, labels)
         return cached_filter(rows, drawn, f"Drawing {split} rows")
 
 
 def fingerprint(splits: datasets.DatasetDict, label_names: tuple[str, ...] | None) -> str:
     """Names the texts, the labels and their order."""
-    return digest(label_names, {split: [column_digest(rows, name) for name in rows.column_names]
-                                for split, rows in splits.items()})
+    return digest(
+        label_names,
+        {split: [column_digest(rows, name) for name in rows.column_names] for split, rows in splits.items()},
+    )

@@ -26,7 +26,8 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
     "{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 """ChatML, with the answers and the token that ends them marked."""
 
 SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
@@ -53,14 +54,18 @@ class Answered(NamedTuple):
 
 def holds_conversations(name: str, kind: pa.DataType) -> bool:
     """Whether a column is one of conversations, a list of objects in each row, by its name and Arrow type."""
-    return name.lower() in COLUMNS and (types.is_list(kind) or types.is_large_list(kind)) and types.is_struct(
-        kind.value_type)
+    return (
+        name.lower() in COLUMNS
+        and (types.is_list(kind) or types.is_large_list(kind))
+        and types.is_struct(kind.value_type)
+    )
 
 
 def as_json(values: pa.Array) -> pa.Array:
     """Conversations as JSON text; nothing stays nothing."""
-    return pa.array([None if value is None else json.dumps(value, ensure_ascii=False) for value in values.to_pylist()],
-                    pa.string())
+    return pa.array(
+        [None if value is None else json.dumps(value, ensure_ascii=False) for value in values.to_pylist()], pa.string()
+    )
 
 
 def contents(conversation: str) -> str:
@@ -88,8 +93,10 @@ def turns_of(conversation: str, where: str) -> list[dict[str, Any]]:
     for number, turn in enumerate(turns):
         if isinstance(turn, dict) and turn.get("role") is None and isinstance(turn.get("from"), str):
             turn = {"role": SPEAKERS.get(turn["from"], turn["from"]), "content": turn.get("value")}
-        missing = next((name for name in ("role", "content")
-                        if not isinstance(turn, dict) or not isinstance(turn.get(name), str)), None)
+        missing = next(
+            (name for name in ("role", "content") if not isinstance(turn, dict) or not isinstance(turn.get(name), str)),
+            None,
+        )
         if missing:
             raise DataError(f"{where}: its turn {number} (from 0) has no {missing} of text", form)
         made.append({name: value for name, value in turn.items() if value is not None})
@@ -122,11 +129,15 @@ class Chat:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         if not tokenizer.chat_template:
-            raise ModelError("the tokenizer has no chat template, which makes a text of a conversation",
-                             "give one: --chat_template chatml, or a Jinja file")
+            raise ModelError(
+                "the tokenizer has no chat template, which makes a text of a conversation",
+                "give one: --chat_template chatml, or a Jinja file",
+            )
         if not tokenizer.is_fast:
-            raise ModelError("the tokenizer is a slow one, which does not say where in the text a token is",
-                             "use a model with a tokenizer.json")
+            raise ModelError(
+                "the tokenizer is a slow one, which does not say where in the text a token is",
+                "use a model with a tokenizer.json",
+            )
         self.tokenizer = tokenizer
         self.marks = MARKS_ANSWERS.search(tokenizer.get_chat_template()) is not None
 
@@ -143,17 +154,26 @@ class Chat:
         try:
             if self.marks:
                 made: Mapping[str, Any] = self.tokenizer.apply_chat_template(
-                    turns, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False})
+                    turns, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+                )
                 return Answered(list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]])
             text = self._rendered(turns)
             spans = list(self._answers(turns, text, where))
         except TemplateError as error:
-            raise DataError(f"{where}: the chat template refuses it ({error})",
-                            "mend the row, or leave it out") from None
-        made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False,
-                              return_token_type_ids=False, verbose=False)
-        answers = [any(first <= start < end for first, end in spans) and start < stop
-                   for start, stop in made["offset_mapping"]]
+            raise DataError(
+                f"{where}: the chat template refuses it ({error})", "mend the row, or leave it out"
+            ) from None
+        made = self.tokenizer(
+            text,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        answers = [
+            any(first <= start < end for first, end in spans) and start < stop for start, stop in made["offset_mapping"]
+        ]
         return Answered(list(made["input_ids"]), answers)
 
     def _rendered(self, turns: Sequence[Mapping[str, Any]], asks: bool = False) -> str:
@@ -165,11 +185,15 @@ class Chat:
             if turn["role"] != "assistant":
                 continue
             if number == 0:
-                raise DataError(f"{where} begins with an answer, and the chat template does not mark answers",
-                                "let it begin with another turn, or put {% generation %} into the template")
-            asked, through = self._rendered(turns[:number], asks=True), self._rendered(turns[:number + 1])
+                raise DataError(
+                    f"{where} begins with an answer, and the chat template does not mark answers",
+                    "let it begin with another turn, or put {% generation %} into the template",
+                )
+            asked, through = self._rendered(turns[:number], asks=True), self._rendered(turns[: number + 1])
             if not (through.startswith(asked) and whole.startswith(through)):
-                raise DataError(f"{where}: the chat template renders what comes before turn {number} (from 0) "
-                                "otherwise when more follows, so where that answer is cannot be seen",
-                                "put {% generation %} and {% endgeneration %} around answers in the template")
+                raise DataError(
+                    f"{where}: the chat template renders what comes before turn {number} (from 0) "
+                    "otherwise when more follows, so where that answer is cannot be seen",
+                    "put {% generation %} and {% endgeneration %} around answers in the template",
+                )
             yield len(asked), len(through)

@@ -94,18 +94,23 @@ class Rows:
                     self.spanning += 1
             self._width = self._width or len(fields)
             if len(fields) != self._width:
-                raise Ambiguous(number, f"has {len(fields)} field{'s' * (len(fields) != 1)}, and the header "
-                                        f"{self._width}")
+                raise Ambiguous(
+                    number, f"has {len(fields)} field{'s' * (len(fields) != 1)}, and the header {self._width}"
+                )
             if fields == header and self._width > 1:
-                raise DataError(f"line {number} is line {self.skipped + 1} again",
-                                "where that is the header, files were joined: delete such lines; where it is a row, "
-                                "put a header above it")
+                raise DataError(
+                    f"line {number} is line {self.skipped + 1} again",
+                    "where that is the header, files were joined: delete such lines; where it is a row, "
+                    "put a header above it",
+                )
             header = header or fields
             yield fields
         if self.spanning and self.quoting is None and self._width > 1 and self._each_line_is_a_row:
             first, last = self.first_spanning
-            raise Ambiguous(first, f"begins a quoted text that ends in line {last}, and each of these lines could be a "
-                                   "row of its own")
+            raise Ambiguous(
+                first,
+                f"begins a quoted text that ends in line {last}, and each of these lines could be a row of its own",
+            )
 
     def _quoted(self, number: int, line: str, lines: Iterator[tuple[int, str]]) -> tuple[list[str], int]:
         """The fields of a row with quotes in it, and the number of its last line."""
@@ -132,8 +137,9 @@ class Rows:
     def _up_to_a_quote(self, begun: int, lines: Iterator[tuple[int, str]]) -> tuple[int, str]:
         """The lines that follow, up to one with a quote, and the number of that one."""
         if self.separator == "\t" and self.quoting is None and next(lines, None):
-            raise Ambiguous(begun, "begins a quoted text that goes on in the next line, as tab-separated files seldom "
-                                   "mean it")
+            raise Ambiguous(
+                begun, "begins a quoted text that goes on in the next line, as tab-separated files seldom mean it"
+            )
         parts, size = list[str](), 0
         for number, line in lines:
             self._count(line)
@@ -148,8 +154,11 @@ class Rows:
         self._each_line_is_a_row &= not self._width or line.count(self.separator) == self._width - 1
 
     def _unquoted(self, text: str) -> str:
-        text = text.replace('""', '"') if self.quoting != "escaped" else re.sub(
-            r'\\(["\\])|""', lambda match: match[1] or '"', text)
+        text = (
+            text.replace('""', '"')
+            if self.quoting != "escaped"
+            else re.sub(r'\\(["\\])|""', lambda match: match[1] or '"', text)
+        )
         return text
 
     def _check(self, number: int, quoted: str | None, bare: str | None) -> None:
@@ -170,8 +179,10 @@ class Rows:
             elif self.separator == "\t" and not self._header_is_quoted and not re.search('["\t\r\n]', quoted):
                 raise Ambiguous(number, "has quotes around a text that needs none, so they may be part of it")
         if self._bare_at and self._quoted_at:
-            raise Ambiguous(self._bare_at, f"has a quote within a text that is in no quotes, and line "
-                                           f"{self._quoted_at} a text that is")
+            raise Ambiguous(
+                self._bare_at,
+                f"has a quote within a text that is in no quotes, and line {self._quoted_at} a text that is",
+            )
 
 
 @dataclass(frozen=True)
@@ -218,8 +229,11 @@ def _separator(path: Path, text: str, quoting: str | None) -> str:
     """
     cut, widths = len(text) > SAMPLE, dict[str, list[int]]()
     for name, separator in SEPARATORS.items():
-        reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator,
-                            quoting=csv.QUOTE_NONE if quoting == "none" else csv.QUOTE_MINIMAL)
+        reader = csv.reader(
+            io.StringIO(text, newline=""),
+            delimiter=separator,
+            quoting=csv.QUOTE_NONE if quoting == "none" else csv.QUOTE_MINIMAL,
+        )
         records = [len(record) for record in reader if record]
         widths[name] = (records[:-1] if cut and records[1:] else records)[:RECORDS]
     several = {name: columns for name, columns in widths.items() if columns and columns[0] > 1}
@@ -229,8 +243,10 @@ def _separator(path: Path, text: str, quoting: str | None) -> str:
     most = max((columns[0] for columns in several.values()), default=1)
     best = fitting or [name for name, columns in several.items() if columns[0] == most]
     if len(best) > 1:
-        raise DataError(f"{path} could be separated by {' or by '.join(f'`{name}`' for name in best)}",
-                        "say by which with --separator")
+        raise DataError(
+            f"{path} could be separated by {' or by '.join(f'`{name}`' for name in best)}",
+            "say by which with --separator",
+        )
     return SEPARATORS[best[0]] if best else ","
 
 
@@ -282,14 +298,20 @@ class Delimited:
         first = next(iter(self._lines()), "")
         if error.what.endswith("and the header 1"):
             said = "a comment" if first.startswith(COMMENT) else "a title"
-            raise DataError(where, f"is line 1 (`{first.strip()[:40]}`) {said}, and no header? Then delete all that "
-                                   "stands above the header")
+            raise DataError(
+                where,
+                f"is line 1 (`{first.strip()[:40]}`) {said}, and no header? Then delete all that "
+                "stands above the header",
+            )
         ways = [] if self.quoting else [name for name in QUOTINGS if self._reads(name)]
         if ways:
             meant = "; ".join(f"--quoting {name}: {QUOTINGS[name]}" for name in ways)
             raise DataError(where, f"say what quotes mean ({meant})")
-        raise DataError(where, "mend that line: texts with separators, quotes or line breaks stand in quotes, and a "
-                               "quote within is doubled")
+        raise DataError(
+            where,
+            "mend that line: texts with separators, quotes or line breaks stand in quotes, and a "
+            "quote within is doubled",
+        )
 
     def _reads(self, quoting: str) -> bool:
         """Whether the file can be read so, and has several columns."""
@@ -311,6 +333,8 @@ def same_header(files: Sequence[Delimited]) -> list[str]:
     first = files[0].header()
     for file in files[1:]:
         if (names := file.header()) != first:
-            raise DataError(f"{file.path} has the columns {', '.join(names)}, and {files[0].path.name} "
-                            f"{', '.join(first)}", "give all files of a split the same header")
+            raise DataError(
+                f"{file.path} has the columns {', '.join(names)}, and {files[0].path.name} {', '.join(first)}",
+                "give all files of a split the same header",
+            )
     return first

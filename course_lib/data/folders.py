@@ -12,8 +12,18 @@ from course_lib.data.plain_files import COMPRESSED, inner_name
 from course_lib.data.tables import NO_ROWS
 from course_lib.errors import DataError
 
-KINDS = {".csv": "csv", ".tsv": "tsv", ".tab": "tsv", ".json": "json", ".jsonl": "json", ".ndjson": "json",
-         ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".txt": "text"}
+KINDS = {
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".tab": "tsv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".txt": "text",
+}
 """How a file is read, by its suffix."""
 
 BINARY = ("parquet", "arrow")
@@ -58,8 +68,13 @@ def looks_local(name: str) -> bool:
     """Whether a name that nothing has is that of a file or folder, and not of a data set on the Hub."""
     suffix = Path(name).suffix.lower()
     foreign = any(suffix in suffixes for suffixes in CONVERTED)
-    return (kind_of_name(Path(name)) is not None or suffix in COMPRESSED or foreign or name.startswith((".", "/", "~"))
-            or name.count("/") > 1)
+    return (
+        kind_of_name(Path(name)) is not None
+        or suffix in COMPRESSED
+        or foreign
+        or name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+    )
 
 
 def find_splits(path: Path, configuration: str | None = None) -> dict[str, list[Path]]:
@@ -95,12 +110,15 @@ def find_splits(path: Path, configuration: str | None = None) -> dict[str, list[
         other = next((file for file in entries if any(file.suffix.lower() in suffixes for suffixes in CONVERTED)), None)
         if other is not None:
             raise unknown_kind(other)
-        raise DataError(f"folder {path} holds no data",
-                        f"it needs train, validation and test files ({', '.join(KINDS)})")
+        raise DataError(
+            f"folder {path} holds no data", f"it needs train, validation and test files ({', '.join(KINDS)})"
+        )
     for split, files in splits.items():
         if len({kind_of(file) for file in files}) > 1:
-            raise DataError(f"folder {path} holds the split `{split}` more than once "
-                            f"({', '.join(file.name for file in files)})", "keep one of them")
+            raise DataError(
+                f"folder {path} holds the split `{split}` more than once ({', '.join(file.name for file in files)})",
+                "keep one of them",
+            )
     return splits
 
 
@@ -110,9 +128,12 @@ def unknown_kind(path: Path) -> DataError:
     if line == "":
         return DataError(f"{path} is an archive", "unpack it, and give the folder or a file of it")
     suffix = ".csv" if line and "to_csv" in line else ".parquet"
-    return DataError(f"{path} is of a kind that is not read here" if line else f"{path} is of an unknown kind",
-                     f"convert it: {line.format(path=str(path), new=str(path.with_suffix(suffix)))}" if line
-                     else f"give {', '.join(KINDS)} or a folder of such files")
+    return DataError(
+        f"{path} is of a kind that is not read here" if line else f"{path} is of an unknown kind",
+        f"convert it: {line.format(path=str(path), new=str(path.with_suffix(suffix)))}"
+        if line
+        else f"give {', '.join(KINDS)} or a folder of such files",
+    )
 
 
 def _says_where(readme: Path) -> bool:
@@ -133,10 +154,13 @@ def _of_clone(path: Path, configuration: str | None) -> dict[str, list[Path]]:
         except Exception as error:  # whatever a foreign folder makes of its reader is that folder's fault
             listed = re.search(r"\[.*\]", str(error))
             if "onfig" in str(error) and listed:
-                raise DataError(f"{path} has the configurations {listed[0]}",
-                                "choose one with --dataset_config") from error
-            raise DataError(f"{path} cannot be read as a clone of a data set of the Hub ({first_line(error)})",
-                            "mend its README, or give a file of it") from error
+                raise DataError(
+                    f"{path} has the configurations {listed[0]}", "choose one with --dataset_config"
+                ) from error
+            raise DataError(
+                f"{path} cannot be read as a clone of a data set of the Hub ({first_line(error)})",
+                "mend its README, or give a file of it",
+            ) from error
     files: Mapping[str, Sequence[str]] = builder.config.data_files or {}
     return {str(split): [Path(file) for file in listed] for split, listed in files.items()}
 
@@ -149,10 +173,14 @@ def refuse_folders_of_classes(path: Path, splits: Mapping[str, Sequence[Path]]) 
     """
     names = {file.parent.name for files in splits.values() for file in files if kind_of_name(file) == "text"}
     if len(names) > 1 and not names & {"train", "test", "validation"}:
-        line = (f"pandas.DataFrame([(p.read_text(), p.parent.name) for p in pathlib.Path({str(path)!r})"
-                ".rglob('*.txt')], columns=['text', 'label']).to_csv('train.csv', index=False)")
-        raise DataError(f"{path} holds texts in folders, perhaps one per class ({', '.join(sorted(names)[:5])})",
-                        f"make a table of each split first: {line}")
+        line = (
+            f"pandas.DataFrame([(p.read_text(), p.parent.name) for p in pathlib.Path({str(path)!r})"
+            ".rglob('*.txt')], columns=['text', 'label']).to_csv('train.csv', index=False)"
+        )
+        raise DataError(
+            f"{path} holds texts in folders, perhaps one per class ({', '.join(sorted(names)[:5])})",
+            f"make a table of each split first: {line}",
+        )
 
 
 def is_saved(path: Path) -> bool:
@@ -197,8 +225,10 @@ def reading(shown: str, kind: str) -> Iterator[None]:
         except (PermissionError, FileNotFoundError, IsADirectoryError) as error:
             raise DataError(f"cannot read {error.filename or shown}: {error.strerror}") from None
         except Exception as error:
-            raise DataError(f"{shown} cannot be read as {kind} ({first_line(error)})",
-                            "is it whole? Copy or download it again, or write it anew") from error
+            raise DataError(
+                f"{shown} cannot be read as {kind} ({first_line(error)})",
+                "is it whole? Copy or download it again, or write it anew",
+            ) from error
 
 
 def first_line(error: BaseException) -> str:

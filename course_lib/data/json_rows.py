@@ -13,8 +13,15 @@ from course_lib.errors import DataError
 
 Row = Mapping[str, Any]
 
-WORDS = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", int: "a number", float: "a number",
-         type(None): "null"}
+WORDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    bool: "a truth value",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
 """What Python makes of each JSON value."""
 
 BITS = 63
@@ -61,8 +68,10 @@ def _by_lines(path: Path, *parts: Any) -> Iterator[Row]:
             try:
                 value = json.loads(line)
             except ValueError as error:
-                raise DataError(f"{path}, line {number}: it is no JSON ({getattr(error, 'msg', error)})",
-                                "give one object per line, or mend that line") from None
+                raise DataError(
+                    f"{path}, line {number}: it is no JSON ({getattr(error, 'msg', error)})",
+                    "give one object per line, or mend that line",
+                ) from None
             except RecursionError:
                 raise _too_deep(path) from None
             yield _checked(path, f"line {number}", value)
@@ -70,14 +79,17 @@ def _by_lines(path: Path, *parts: Any) -> Iterator[Row]:
 
 def _checked(path: Path, where: str, value: Any) -> Row:
     if not isinstance(value, dict):
-        raise DataError(f"{path}, {where}: it is {WORDS[type(value)]}, not an object",
-                        'give one object per row, such as {"text": "…", "label": "…"}')
+        raise DataError(
+            f"{path}, {where}: it is {WORDS[type(value)]}, not an object",
+            'give one object per row, such as {"text": "…", "label": "…"}',
+        )
     return value
 
 
 def _too_deep(path: Path) -> DataError:
-    return DataError(f"{path}: lists or objects within each other are too many levels deep",
-                     "leave out the columns that hold them")
+    return DataError(
+        f"{path}: lists or objects within each other are too many levels deep", "leave out the columns that hold them"
+    )
 
 
 def _documents(path: Path, text: str) -> list[Any]:
@@ -89,12 +101,13 @@ def _documents(path: Path, text: str) -> list[Any]:
             value, place = decoder.raw_decode(text, place)
         except ValueError as error:
             where, what = getattr(error, "pos", place), getattr(error, "msg", error)
-            raise DataError(f"{path}, line {1 + text.count(chr(10), 0, where)}: it is no JSON ({what})",
-                            "mend the file") from None
+            raise DataError(
+                f"{path}, line {1 + text.count(chr(10), 0, where)}: it is no JSON ({what})", "mend the file"
+            ) from None
         except RecursionError:
             raise _too_deep(path) from None
         values.append(value)
-        place += len(text[place:place + 1000]) - len(text[place:place + 1000].lstrip())
+        place += len(text[place : place + 1000]) - len(text[place : place + 1000].lstrip())
     return values
 
 
@@ -113,21 +126,28 @@ def _of_document(path: Path, *values: Any) -> Iterator[Row]:
 
 def _of_object(path: Path, value: dict[str, Any]) -> list[Any]:
     columns = list(value.values())
-    if columns and all(isinstance(column, list) for column in columns) and (
-            len(columns) > 1 or not _are_objects(columns[0])):
+    if (
+        columns
+        and all(isinstance(column, list) for column in columns)
+        and (len(columns) > 1 or not _are_objects(columns[0]))
+    ):
         lengths = {len(column) for column in columns}
         if len(lengths) == 1 and not any(map(_are_objects, columns)):
             return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
     tables = [name for name, column in value.items() if _are_objects(column) and not _is_conversation(name, column)]
     if set(value) >= {"columns", "data"} and isinstance(value["columns"], list):  # pandas, orient="split" or "table"
-        return [dict(zip(map(str, value["columns"]), row, strict=False)) for row in value["data"]
-                if isinstance(row, list)]
-    if len(tables) == 1 and not any(isinstance(column, str) and name in ("text", "content") for name, column
-                                    in value.items()):
+        return [
+            dict(zip(map(str, value["columns"]), row, strict=False)) for row in value["data"] if isinstance(row, list)
+        ]
+    if len(tables) == 1 and not any(
+        isinstance(column, str) and name in ("text", "content") for name, column in value.items()
+    ):
         return value[tables[0]]
     if len(tables) > 1:
-        raise DataError(f"{path} holds several tables ({', '.join(tables)})",
-                        "give each split a file of its own, named train, validation or test")
+        raise DataError(
+            f"{path} holds several tables ({', '.join(tables)})",
+            "give each split a file of its own, named train, validation or test",
+        )
     if columns and all(isinstance(column, dict) for column in columns):
         inner = list(columns[0])
         if all(list(column) == inner for column in columns) and all(key.isdigit() for key in inner):
@@ -169,8 +189,13 @@ class Columns:
 def _type(kinds: set[type]) -> pa.DataType | str:
     if not kinds:
         return pa.null()
-    for held, kind in (({str}, pa.string()), ({bool}, pa.bool_()), ({int}, pa.int64()), ({int, float}, pa.float64()),
-                       ({int, bytes}, pa.string())):
+    for held, kind in (
+        ({str}, pa.string()),
+        ({bool}, pa.bool_()),
+        ({int}, pa.int64()),
+        ({int, float}, pa.float64()),
+        ({int, bytes}, pa.string()),
+    ):
         if kinds <= held:
             return kind
     return "lists" if kinds == {list} else "objects" if kinds == {dict} else "values of several types"
@@ -186,7 +211,9 @@ def arrays(rows: Sequence[Row], types: Mapping[str, pa.DataType]) -> dict[str, p
     for name, kind in types.items():
         values = [row.get(name) for row in rows]
         if kind == pa.string():
-            values = [value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                      for value in values]
+            values = [
+                value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                for value in values
+            ]
         made[name] = pa.array(values, kind)
     return made

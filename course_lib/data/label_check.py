@@ -44,10 +44,16 @@ def check_classes(raw: datasets.Dataset, text: str, label: str, classes: Sequenc
     shown = ", ".join(f"`{_short(value)}`" for value in classes[:3])
     problem = f"column `{label}` of {what} has {len(classes)} different values in {len(raw)} rows ({shown}, …): {kind}"
     if _holds_classes(raw, text):
-        raise DataError(f"{problem}, and column `{text}` looks like the classes",
-                        f"are the two swapped? Give --text_column {label} --label_column {text}")
-    raise DataError(problem, f"name a column of classes with --label_column: {' or '.join(others)} would do" if others
-                    else "name a column of classes with --label_column; no other column here would do")
+        raise DataError(
+            f"{problem}, and column `{text}` looks like the classes",
+            f"are the two swapped? Give --text_column {label} --label_column {text}",
+        )
+    raise DataError(
+        problem,
+        f"name a column of classes with --label_column: {' or '.join(others)} would do"
+        if others
+        else "name a column of classes with --label_column; no other column here would do",
+    )
 
 
 def _not_classes(values: Sequence[str], rows: int) -> str | None:
@@ -70,8 +76,12 @@ def _holds_classes(raw: datasets.Dataset, name: str) -> bool:
     rows = raw.select(range(min(LOOKED_AT, len(raw))))
     values = column(rows, name)
     kind = values.type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind)
-            or pa.types.is_boolean(kind)):
+    if not (
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_integer(kind)
+        or pa.types.is_boolean(kind)
+    ):
         return False
     distinct = [str(value) for value in values.unique().to_pylist() if value is not None]
     return len(distinct) > 1 and _not_classes(distinct, len(rows)) is None

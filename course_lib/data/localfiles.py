@@ -77,8 +77,7 @@ def _of_text(files: Sequence[Path], options: Options) -> Table:
     paragraphs = any(has_gap(read_lines(file, options.encoding)) for file in files)
 
     def batches() -> Iterator[Mapping[str, pa.Array]]:
-        rows = itertools.chain.from_iterable(
-            texts(read_lines(file, options.encoding), paragraphs) for file in files)
+        rows = itertools.chain.from_iterable(texts(read_lines(file, options.encoding), paragraphs) for file in files)
         for some in _in_batches(rows, len):
             yield {"text": pa.array(some, pa.string())}
 
@@ -128,14 +127,22 @@ def _of_json(files: Sequence[Path], options: Options) -> Table:
                     yield json_rows.arrays(rows, kept)
                 except UnicodeEncodeError:
                     where = next(number for number, row in enumerate(rows) if _is_halved(row))
-                    raise DataError(f"{file} has half of a surrogate pair in row {begun + where} (from 0), which is no "
-                                    "character", "mend that row, or leave it out") from None
+                    raise DataError(
+                        f"{file} has half of a surrogate pair in row {begun + where} (from 0), which is no character",
+                        "mend that row, or leave it out",
+                    ) from None
                 begun += len(rows)
 
     shapes = {"lists": pa.list_(pa.null()), "objects": pa.struct([])}
-    return Table(types, batches, chats=chats, way_out={
-        name: way_out(shapes[str(kind)], name) if str(kind) in shapes else "write all its values alike"
-        for name, kind in types.items()})
+    return Table(
+        types,
+        batches,
+        chats=chats,
+        way_out={
+            name: way_out(shapes[str(kind)], name) if str(kind) in shapes else "write all its values alike"
+            for name, kind in types.items()
+        },
+    )
 
 
 def _is_halved(row: json_rows.Row) -> bool:
@@ -157,8 +164,10 @@ def _of_delimited(files: Sequence[Path], options: Options, separator: str | None
             rows = file.rows()
             try:
                 for some in _in_batches(itertools.islice(rows, 1, None), lambda row: sum(map(len, row))):
-                    yield {name: pa.array(values, pa.string())
-                           for name, values in zip(names, zip(*some, strict=True), strict=True)}
+                    yield {
+                        name: pa.array(values, pa.string())
+                        for name, values in zip(names, zip(*some, strict=True), strict=True)
+                    }
             except Ambiguous as error:
                 file.refuse(error)
             if rows.spanning:
@@ -187,7 +196,11 @@ def _in_batches(rows: Iterator[T], size: Callable[[T], int]) -> Iterator[list[T]
 
 
 READERS: Mapping[str, Callable[[Sequence[Path], Options], Table]] = {
-    "parquet": _of_parquet, "arrow": _of_parquet, "text": _of_text, "json": _of_json, "csv": _of_delimited,
+    "parquet": _of_parquet,
+    "arrow": _of_parquet,
+    "text": _of_text,
+    "json": _of_json,
+    "csv": _of_delimited,
     "tsv": lambda files, options: _of_delimited(files, options, "tab"),
 }
 """What reads files, by their kind."""

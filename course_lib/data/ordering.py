@@ -32,8 +32,15 @@ class EpochBatches(Sequence[np.ndarray]):
         drop_last: leave out the last rows in the shuffled order where they fill no batch.
     """
 
-    def __init__(self, lengths: Sequence[int] | pa.ChunkedArray, size: int, seed: Sequence[int],
-                 group_by_length: bool = True, part: int = PART, drop_last: bool = False):
+    def __init__(
+        self,
+        lengths: Sequence[int] | pa.ChunkedArray,
+        size: int,
+        seed: Sequence[int],
+        group_by_length: bool = True,
+        part: int = PART,
+        drop_last: bool = False,
+    ):
         self.drop_last = drop_last
         self.lengths, self.size, self.seed, self.group_by_length = lengths, size, list(seed), group_by_length
         self.rows = len(lengths)
@@ -70,7 +77,7 @@ class EpochBatches(Sequence[np.ndarray]):
         random = np.random.default_rng(self.seed if self.rows == self.run else [*self.seed, part + 1])
         order, size = random.permutation(len(rows)), self.size
         if self.drop_last:
-            order = order[:len(order) // size * size]
+            order = order[: len(order) // size * size]
         rows = rows[order]
         if not self.group_by_length:
             return [rows[i : i + size] for i in range(0, len(rows), size)]

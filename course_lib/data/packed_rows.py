@@ -35,16 +35,22 @@ def pack(pieces: datasets.Dataset, capacity: int, key: str, describe: str) -> da
     Returns:
         The columns of the pieces, joined, and `documents`, int32: the length of each piece in a row.
     """
-    plan = cached_map(pieces.select_columns("length"), _Plan(len(pieces), capacity), key=digest("plan", key),
-                      features=PLAN, describe=describe)
+    plan = cached_map(
+        pieces.select_columns("length"),
+        _Plan(len(pieces), capacity),
+        key=digest("plan", key),
+        features=PLAN,
+        describe=describe,
+    )
     by_token = pieces.remove_columns("length")
 
     def joined(batch: pa.Table) -> dict[str, list[Any]]:
         return join(batch["pieces"].to_pylist(), by_token)
 
     features = datasets.Features(pieces.features | {"documents": datasets.List(datasets.Value("int32"))})
-    return cached_map(plan, joined, key=digest("rows", key), features=features, describe=describe,
-                      row_bytes=8 * capacity)
+    return cached_map(
+        plan, joined, key=digest("rows", key), features=features, describe=describe, row_bytes=8 * capacity
+    )
 
 
 def join(plan: list[list[int]], by_token: datasets.Dataset) -> dict[str, list[Any]]:
@@ -58,7 +64,8 @@ def join(plan: list[list[int]], by_token: datasets.Dataset) -> dict[str, list[An
     columns = by_token[numbers]
     ends = list(itertools.accumulate(map(len, plan)))
     rows = [slice(end - len(row), end) for row, end in zip(plan, ends, strict=True)]
-    made = {name: [list(itertools.chain.from_iterable(values[row])) for row in rows]
-            for name, values in columns.items()}
+    made = {
+        name: [list(itertools.chain.from_iterable(values[row])) for row in rows] for name, values in columns.items()
+    }
     lengths = [len(ids) for ids in columns["input_ids"]]
     return made | {"documents": [lengths[row] for row in rows], "length": [sum(lengths[row]) for row in rows]}

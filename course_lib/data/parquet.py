@@ -39,8 +39,11 @@ def _batches(path: Path, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
             yield from file.iter_batches(batch_rows(file.metadata), columns=list(columns))
         return
     with pa.memory_map(str(path)) as source, _open_arrow(source) as reader:
-        read = reader if isinstance(reader, pa.ipc.RecordBatchStreamReader) else map(
-            reader.get_batch, range(reader.num_record_batches))
+        read = (
+            reader
+            if isinstance(reader, pa.ipc.RecordBatchStreamReader)
+            else map(reader.get_batch, range(reader.num_record_batches))
+        )
         for batch in read:
             for start in range(0, len(batch), RECORD_ROWS):
                 yield batch.select(list(columns)).slice(start, RECORD_ROWS)
@@ -100,8 +103,9 @@ def table_of(files: Sequence[Path], chats: bool = False) -> Table:
     talks: list[str] = []
     for name in first.names:
         if lacks := next((file for file, schema in zip(files, schemas, strict=True) if name not in schema.names), None):
-            raise DataError(f"{lacks} has no column `{name}`, and {files[0].name} has",
-                            "give all files of a split the same columns")
+            raise DataError(
+                f"{lacks} has no column `{name}`, and {files[0].name} has", "give all files of a split the same columns"
+            )
         kinds = {arrow_types.plain_type(schema.field(name).type) for schema in schemas}
         known = kinds - {pa.null()} or {pa.null()}
         if known == {pa.int64(), pa.float64()}:
@@ -121,16 +125,28 @@ def table_of(files: Sequence[Path], chats: bool = False) -> Table:
 
     named = [_class_names(schema, types) for schema in schemas]
     if other := next((file for file, names in zip(files, named, strict=True) if names != named[0]), None):
-        raise DataError(f"{other} names its classes otherwise than {files[0].name}", "write all files of a split anew, "
-                        "as one data set")
-    return Table(types, batches, named[0],
-                 {name: arrow_types.way_out(first.field(name).type, name) for name in refused}, chats=talks)
+        raise DataError(
+            f"{other} names its classes otherwise than {files[0].name}",
+            "write all files of a split anew, as one data set",
+        )
+    return Table(
+        types,
+        batches,
+        named[0],
+        {name: arrow_types.way_out(first.field(name).type, name) for name in refused},
+        chats=talks,
+    )
 
 
 def _class_names(schema: pa.Schema, types: Mapping[str, pa.DataType | str]) -> dict[str, list[str]]:
     """Names of the classes of columns that ``datasets`` wrote as numbers with names."""
     told = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     features = told.get("info", {}).get("features") or {}
-    return {name: about["names"] for name, about in features.items()
-            if isinstance(about, dict) and about.get("_type") == "ClassLabel" and about.get("names")
-            and types.get(name) == pa.int64()}
+    return {
+        name: about["names"]
+        for name, about in features.items()
+        if isinstance(about, dict)
+        and about.get("_type") == "ClassLabel"
+        and about.get("names")
+        and types.get(name) == pa.int64()
+    }

@@ -16,8 +16,12 @@ import pyarrow as pa
 
 from course_lib.errors import DataError, nearest
 
-MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
-         codecs.BOM_UTF16_BE: "utf-16"}
+MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 """Byte-order marks that files begin with; UTF-32's first, as UTF-16's is the beginning of one of them."""
 
 ASIAN = ("shift_jis", "euc_jp", "gb18030", "big5", "cp949", "euc_kr", "johab")
@@ -36,11 +40,19 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 """Suffixes of compressed files, after the one that says what is in them."""
 
 NO_TEXT = {
-    b"PAR1": "Parquet", b"ARROW1": "Arrow", b"SQLite format 3": "an SQLite database", b"%PDF": "PDF",
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+    b"SQLite format 3": "an SQLite database",
+    b"%PDF": "PDF",
     b"version https://git-lfs": "a Git LFS pointer, not the data: run `git lfs pull` where it was cloned",
     **dict.fromkeys((b"<!DOCTYPE html", b"<!doctype html", b"<html"), "a web page, perhaps an error that was saved"),
-    b"\x80\x04\x95": "a Python pickle", b"\x89HDF": "HDF5", b"\x89PNG": "a picture", b"\xff\xd8\xff": "a picture",
-    b"\xd0\xcf\x11\xe0": "an old Excel file", b"\x93NUMPY": "a NumPy array", b"Obj\x01": "Avro",
+    b"\x80\x04\x95": "a Python pickle",
+    b"\x89HDF": "HDF5",
+    b"\x89PNG": "a picture",
+    b"\xff\xd8\xff": "a picture",
+    b"\xd0\xcf\x11\xe0": "an old Excel file",
+    b"\x93NUMPY": "a NumPy array",
+    b"Obj\x01": "Avro",
 }
 """What a file is that begins with some bytes, where that is no text."""
 
@@ -140,12 +152,13 @@ def _decoded(path: Path, wanted: str | None) -> Iterator[str]:
                 begun += len(piece)
                 piece = file.read(PIECE)
     except LookupError:
-        raise DataError(f"there is no encoding `{wanted}`",
-                        nearest(str(wanted), ("utf-8", "utf-16", "cp1252", "latin-1", "cp1250", "cp1251"))) from None
+        raise DataError(
+            f"there is no encoding `{wanted}`",
+            nearest(str(wanted), ("utf-8", "utf-16", "cp1252", "latin-1", "cp1250", "cp1251")),
+        ) from None
     except UnicodeDecodeError as error:
         if wanted or encoding != "utf-8":
-            raise DataError(f"{path} is not {encoding} (byte {error.start})",
-                            "name another with --encoding") from None
+            raise DataError(f"{path} is not {encoding} (byte {error.start})", "name another with --encoding") from None
         raise DataError(f"{path} is not UTF-8 (byte {error.start})", how_to_read(path, error.start)) from None
     except UnicodeError as error:  # UTF-16 without a mark says so
         raise DataError(f"{path} is not {encoding} ({error})", "name another with --encoding") from None
@@ -168,8 +181,10 @@ def refuse_what_it_is(path: Path, head: bytes, known: Sequence[str] = ()) -> Non
     else:
         what = next((what for start, what in NO_TEXT.items() if head.startswith(start)), "")
     if what and what.lower() not in known:
-        raise DataError(f"{path} is {what.partition(': ')[0]}",
-                        what.partition(": ")[2] or "name it by its own suffix, or save it as CSV, JSON or Parquet")
+        raise DataError(
+            f"{path} is {what.partition(': ')[0]}",
+            what.partition(": ")[2] or "name it by its own suffix, or save it as CSV, JSON or Parquet",
+        )
 
 
 def by_mark(head: bytes) -> str | None:

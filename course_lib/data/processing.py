@@ -110,23 +110,34 @@ class DataProcessor:
         if data.conversations:
             self.chat, tokenize = Chat(self.tokenizer), self._answer_split
             ways += ["conversations", self.tokenizer.get_chat_template()]
-        names = {split: digest(TOKENS, classifies, self.max_length, tokenizer_digest, column_digest(rows, "text"),
-                               *ways) for split, rows in data.splits.items()}
+        names = {
+            split: digest(TOKENS, classifies, self.max_length, tokenizer_digest, column_digest(rows, "text"), *ways)
+            for split, rows in data.splits.items()
+        }
         splits, facts, again = dict[str, datasets.Dataset](), dict[str, SplitFacts](), repeated(data.splits)
         for split, rows in data.splits.items():
             splits[split], counts = tokenize(rows, split, digest(FORMAT, names[split]))
             if data.conversations:
                 notes.append(f"{split}: the loss is over the {answers_in(splits[split]):,} tokens of answers alone")
-            facts[split] = SplitFacts(len(rows), class_counts(rows, data.label_names), again[split], self.max_length,
-                                      *counts)
+            facts[split] = SplitFacts(
+                len(rows), class_counts(rows, data.label_names), again[split], self.max_length, *counts
+            )
         labels = [column_digest(rows, "labels") for rows in splits.values() if classifies]
         make_rows = None
         if data.shards is not None:
             make_rows = self.window_rows(data.conversations)
             held = [(file.name, file.stat().st_size) for file in data.shards.files]  # no sum: it would read them all
             names["train"] = digest(TOKENS, self.max_length, tokenizer_digest, ways, held, self.config.stream_window)
-        return ProcessedData(splits, data.label_names, self.config.task, digest(names, data.label_names, labels),
-                             tuple(notes), facts, data.shards, make_rows)
+        return ProcessedData(
+            splits,
+            data.label_names,
+            self.config.task,
+            digest(names, data.label_names, labels),
+            tuple(notes),
+            facts,
+            data.shards,
+            make_rows,
+        )
 
     def window_rows(self, conversations: bool = False) -> WindowRows:
         """What makes the rows of a window of streamed texts, or of conversations as JSON.
@@ -149,10 +160,16 @@ class DataProcessor:
         if config.task == "masked_lm":
             ordinary = np.array(sorted(set(self.tokenizer.get_vocab().values()) - set(self.tokenizer.all_special_ids)))
         return Collator(
-            config.task, self._token("pad"), self.tokenizer.padding_side,
-            pad_to=None if config.dynamic_padding else self.max_length, pad_to_multiple_of=multiple,
-            max_positions=self.max_positions, mlm_probability=config.mlm_probability,
-            mask_token_id=self._token("mask") if config.task == "masked_lm" else None, ordinary=ordinary)
+            config.task,
+            self._token("pad"),
+            self.tokenizer.padding_side,
+            pad_to=None if config.dynamic_padding else self.max_length,
+            pad_to_multiple_of=multiple,
+            max_positions=self.max_positions,
+            mlm_probability=config.mlm_probability,
+            mask_token_id=self._token("mask") if config.task == "masked_lm" else None,
+            ordinary=ordinary,
+        )
 
     def _truncate_split(self, rows: datasets.Dataset, split: str, key: str) -> tuple[datasets.Dataset, Counts]:
         """Each text as at most max_length tokens, with its label."""
@@ -164,22 +181,28 @@ class DataProcessor:
             uncut = [len(ids) for ids in tokens]
             long = [row for row, length in enumerate(uncut) if length > self.max_length]
             if long:
-                cut = self.tokenizer([texts[row] for row in long], truncation=True, max_length=self.max_length,
-                                     **options)
+                cut = self.tokenizer(
+                    [texts[row] for row in long], truncation=True, max_length=self.max_length, **options
+                )
                 for row, ids in zip(long, cut["input_ids"], strict=True):
                     tokens[row] = ids
             return {"input_ids": tokens, "length": [len(ids) for ids in tokens], "uncut": uncut}
 
-        tokens = cached_map(rows.select_columns("text"), truncated, key=key, features=UNCUT,
-                            describe=f"Tokenizing {split}")
+        tokens = cached_map(
+            rows.select_columns("text"), truncated, key=key, features=UNCUT, describe=f"Tokenizing {split}"
+        )
         length, uncut = column(tokens, "length"), column(tokens, "uncut")
         if (row := pc.index(length, pa.scalar(0, pa.int32())).as_py()) >= 0:
-            raise DataError(f"row {row} (from 0) of the {split} split gives no tokens",
-                            "leave such rows out, or use another model")
-        labels = cached_map(rows.select_columns("label"), lambda batch: {"labels": batch["label"]},
-                            key=digest(FORMAT, "labels", column_digest(rows, "label")),
-                            features=datasets.Features({"labels": datasets.Value("int64")}),
-                            describe=f"Labels of {split}")
+            raise DataError(
+                f"row {row} (from 0) of the {split} split gives no tokens", "leave such rows out, or use another model"
+            )
+        labels = cached_map(
+            rows.select_columns("label"),
+            lambda batch: {"labels": batch["label"]},
+            key=digest(FORMAT, "labels", column_digest(rows, "label")),
+            features=datasets.Features({"labels": datasets.Value("int64")}),
+            describe=f"Labels of {split}",
+        )
         all_tokens = pc.sum(uncut).as_py()
         counts = all_tokens, pc.sum(pc.greater(uncut, length)).as_py(), all_tokens - pc.sum(length).as_py()
         return datasets.concatenate_datasets([tokens.select_columns(list(FEATURES)), labels], axis=1), counts
@@ -187,12 +210,18 @@ class DataProcessor:
     def _cut_split(self, rows: datasets.Dataset, split: str, key: str) -> tuple[datasets.Dataset, Counts]:
         """All texts as blocks of max_length tokens."""
         counted = folder() / f"{key}.tokens"
-        blocks = cached_map(rows.select_columns("text"), _Blocks(self.tokenizer, self._separator(), self.max_length,
-                                                                 counted),
-                            key=key, features=FEATURES, describe=f"Tokenizing {split}")
+        blocks = cached_map(
+            rows.select_columns("text"),
+            _Blocks(self.tokenizer, self._separator(), self.max_length, counted),
+            key=key,
+            features=FEATURES,
+            describe=f"Tokenizing {split}",
+        )
         if not len(blocks):
-            raise DataError(f"the {split} split has too little text for one block of max_length {self.max_length} "
-                            "tokens", "give a smaller --max_length, or more text")
+            raise DataError(
+                f"the {split} split has too little text for one block of max_length {self.max_length} tokens",
+                "give a smaller --max_length, or more text",
+            )
         tokens = int(counted.read_text(encoding="utf-8"))
         return blocks, (tokens, 0, tokens - len(blocks) * self.max_length)
 
@@ -206,8 +235,13 @@ class DataProcessor:
             uncut = [0 if start else len(ids) for ids in texts for start in range(0, len(ids), size)]
             return {"input_ids": parts, "length": list(map(len, parts)), "uncut": uncut}
 
-        tokens = cached_map(rows.select_columns("text"), pieces, key=digest("pieces", key), features=UNCUT,
-                            describe=f"Tokenizing {split}")
+        tokens = cached_map(
+            rows.select_columns("text"),
+            pieces,
+            key=digest("pieces", key),
+            features=UNCUT,
+            describe=f"Tokenizing {split}",
+        )
         uncut = column(tokens, "uncut")
         packed = pack(tokens.remove_columns("uncut"), size, key, f"Packing {split}")
         return packed, (pc.sum(uncut).as_py(), pc.sum(pc.greater(uncut, size)).as_py(), 0, len(packed))
@@ -220,25 +254,38 @@ class DataProcessor:
             nonlocal begun
             assert self.chat is not None
             texts = batch["text"].to_pylist()
-            made = [self.chat(text, f"row {row} (from 0) of the {split} split")
-                    for row, text in enumerate(texts, begun)]
+            made = [
+                self.chat(text, f"row {row} (from 0) of the {split} split") for row, text in enumerate(texts, begun)
+            ]
             begun += len(texts)
             uncut = [len(one.input_ids) for one in made]
             made = [one.cut(self.max_length) for one in made]
-            return {"input_ids": [one.input_ids for one in made], "answers": [one.answers for one in made],
-                    "length": [len(one.input_ids) for one in made], "uncut": uncut}
+            return {
+                "input_ids": [one.input_ids for one in made],
+                "answers": [one.answers for one in made],
+                "length": [len(one.input_ids) for one in made],
+                "uncut": uncut,
+            }
 
         def answered(batch: pa.Table) -> dict[str, pa.ChunkedArray]:
             kept = batch.filter(pa.array([any(row) for row in batch["answers"].to_pylist()]))
             return {name: kept[name] for name in ANSWERED}
 
-        tokens = cached_map(rows.select_columns("text"), conversations, key=key,
-                            features=datasets.Features(ANSWERED | UNCUT), describe=f"Tokenizing {split}")
-        kept = cached_map(tokens, answered, key=digest("answered", key), features=ANSWERED,
-                          describe=f"Looking for answers in {split}")
+        tokens = cached_map(
+            rows.select_columns("text"),
+            conversations,
+            key=key,
+            features=datasets.Features(ANSWERED | UNCUT),
+            describe=f"Tokenizing {split}",
+        )
+        kept = cached_map(
+            tokens, answered, key=digest("answered", key), features=ANSWERED, describe=f"Looking for answers in {split}"
+        )
         if not len(kept):
-            raise DataError(f"no conversation of the {split} split has an answer within max_length {self.max_length}",
-                            "raise --max_length, or give turns of the role assistant")
+            raise DataError(
+                f"no conversation of the {split} split has an answer within max_length {self.max_length}",
+                "raise --max_length, or give turns of the role assistant",
+            )
         length, uncut = column(tokens, "length"), column(tokens, "uncut")
         tokens_of_all, cut = pc.sum(uncut).as_py(), pc.sum(pc.greater(uncut, length)).as_py()
         counts = tokens_of_all, cut, tokens_of_all - pc.sum(column(kept, "length")).as_py()
@@ -266,8 +313,10 @@ class DataProcessor:
         tokenizer = self.tokenizer
         special = [tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.truncation_side]
         if not tokenizer.is_fast:
-            settings = {name: contents(Path(value)) if isinstance(value, str) and Path(value).is_file() else repr(value)
-                        for name, value in tokenizer.init_kwargs.items()}
+            settings = {
+                name: contents(Path(value)) if isinstance(value, str) and Path(value).is_file() else repr(value)
+                for name, value in tokenizer.init_kwargs.items()
+            }
             return digest(type(tokenizer).__name__, settings, tokenizer.get_vocab(), special)
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         # A call leaves its truncation and padding behind; each call here sets its own.
@@ -313,12 +362,13 @@ def as_torch(dataset: datasets.Dataset) -> datasets.Dataset:
     ids, names = dataset["input_ids"][:], set(dataset.column_names)
     added = {"attention_mask": [[1] * len(row) for row in ids]}
     if "documents" in names:
-        added = {"position_ids": [list(itertools.chain.from_iterable(map(range, row)))
-                                  for row in dataset["documents"]]}
+        added = {"position_ids": [list(itertools.chain.from_iterable(map(range, row))) for row in dataset["documents"]]}
     if names & {"documents", "answers"}:
         counted = dataset["answers"] if "answers" in names else added["position_ids"]  # 0 at a text's first token
-        added["labels"] = [[token if counts else IGNORE for token, counts in zip(*both, strict=True)]
-                           for both in zip(ids, counted, strict=True)]
+        added["labels"] = [
+            [token if counts else IGNORE for token, counts in zip(*both, strict=True)]
+            for both in zip(ids, counted, strict=True)
+        ]
     dataset = dataset.remove_columns(list(names & {"length", "documents", "answers"}))
     for name, values in added.items():
         kind = "int8" if name == "attention_mask" else "int64"

@@ -11,8 +11,17 @@ import datasets
 from course_lib.data.cache import digest, progress_bars
 from course_lib.data.plain_files import contents
 
-LEFT_OUT = {"__pycache__", "idlelib", "lib2to3", "pydoc_data", "site-packages", "dist-packages", "test", "tests",
-            "turtledemo"}
+LEFT_OUT = {
+    "__pycache__",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "turtledemo",
+}
 
 
 def load_pydocs() -> datasets.Dataset:
@@ -21,7 +30,8 @@ def load_pydocs() -> datasets.Dataset:
         return datasets.Dataset.from_generator(
             lambda: ({"text": text} for text in documents()),
             features=datasets.Features({"text": datasets.Value("string")}),
-            fingerprint=digest("pydocs", sys.version, [contents(path) for path in sources()]))
+            fingerprint=digest("pydocs", sys.version, [contents(path) for path in sources()]),
+        )
 
 
 def documents() -> Iterator[str]:

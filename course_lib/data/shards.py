@@ -63,8 +63,10 @@ class Shards:
         with reading(str(path), kind_of(path) or "text"):
             for row, text in enumerate(self._values(path, start), start):
                 if not isinstance(text, str):
-                    raise DataError(f"{path}, row {row} (from 0) has no text in column `{self.column}`",
-                                    "mend that row, or leave it out")
+                    raise DataError(
+                        f"{path}, row {row} (from 0) has no text in column `{self.column}`",
+                        "mend that row, or leave it out",
+                    )
                 if self.tidy or self.lowercase:
                     text = clean(text, self.lowercase) if self.tidy else text.lower()
                 yield text
@@ -83,8 +85,9 @@ class Shards:
                 yield from (as_json(values) if self.conversations else values).to_pylist()
 
 
-def open_shards(source: Source, split: str, config: DataConfig,
-                choose_chat: Callable[[Sequence[str], str], str | None]) -> Shards:
+def open_shards(
+    source: Source, split: str, config: DataConfig, choose_chat: Callable[[Sequence[str], str], str | None]
+) -> Shards:
     """The files of a split, of which a part of the first is read to find the column of texts.
 
     Args:
@@ -98,12 +101,16 @@ def open_shards(source: Source, split: str, config: DataConfig,
     what = f"the train split of {source.name}"
     files = tuple(source.files.get(split, ()))
     if not files:
-        raise DataError(f"streaming reads local files, and {source.name} is none",
-                        "download it and give the folder: hf download --repo-type dataset NAME --local-dir FOLDER")
+        raise DataError(
+            f"streaming reads local files, and {source.name} is none",
+            "download it and give the folder: hf download --repo-type dataset NAME --local-dir FOLDER",
+        )
     kind = kind_of(files[0])
     if kind in ("csv", "tsv"):
-        raise DataError(f"streaming reads JSON lines, Parquet, Arrow and plain text, and {files[0]} is {kind}",
-                        "convert it: datasets.Dataset.from_csv(FILE).to_parquet(NEW), or leave out --streaming")
+        raise DataError(
+            f"streaming reads JSON lines, Parquet, Arrow and plain text, and {files[0]} is {kind}",
+            "convert it: datasets.Dataset.from_csv(FILE).to_parquet(NEW), or leave out --streaming",
+        )
     tidy = bool(config.clean_text)
     if kind == "text":
         paragraphs = has_gap(itertools.islice(read_lines(files[0], config.encoding), SAMPLE))
@@ -125,8 +132,9 @@ def _sample(path: Path, config: DataConfig) -> Raw:
         first = next(table.batches(), None)
         if first is None:
             raise DataError(f"{path} has no rows", "give files with rows")
-        refused = {name: (held, table.way_out.get(name, "")) for name, held in table.types.items()
-                   if isinstance(held, str)}
+        refused = {
+            name: (held, table.way_out.get(name, "")) for name, held in table.types.items() if isinstance(held, str)
+        }
         return Raw(datasets.Dataset(pa.table(dict(first))), refused, chats=table.chats)
     rows, kinds = list(itertools.islice(json_rows.read_rows(path, config.encoding), SAMPLE)), json_rows.Columns()
     for row in rows:

@@ -39,8 +39,9 @@ class Known:
 
 KNOWN = {
     "dair-ai/emotion": Known("dair-ai/emotion", "text", "label", "Saravia et al., CARER, EMNLP 2018"),
-    "imdb": Known("stanfordnlp/imdb", "text", "label", "Maas et al., Learning Word Vectors for Sentiment Analysis, "
-                  "ACL 2011"),
+    "imdb": Known(
+        "stanfordnlp/imdb", "text", "label", "Maas et al., Learning Word Vectors for Sentiment Analysis, ACL 2011"
+    ),
     "ag_news": Known("fancyzhx/ag_news", "text", "label", "Zhang, Zhao and LeCun, arXiv 1509.01626"),
     "yelp_polarity": Known("fancyzhx/yelp_polarity", "text", "label", "Zhang, Zhao and LeCun, arXiv 1509.01626"),
 }
@@ -75,8 +76,10 @@ def find(config: DataConfig) -> Source:
     name = config.dataset
     path = Path(name).expanduser()
     if config.dataset_config is not None and (name in OFFLINE_NAMES or path.is_file()):
-        raise DataError(f"dataset_config `{config.dataset_config}` has no meaning for `{name}`",
-                        "leave it out: only data sets on the Hub, and clones of them, have configurations")
+        raise DataError(
+            f"dataset_config `{config.dataset_config}` has no meaning for `{name}`",
+            "leave it out: only data sets on the Hub, and clones of them, have configurations",
+        )
     if name in OFFLINE_NAMES:
         _refuse_meaningless(config)
         return _tweets() if name == "tweets" else _pydocs(config)
@@ -85,8 +88,12 @@ def find(config: DataConfig) -> Source:
     if folders.looks_local(name):
         beside = [str(entry) for entry in path.parent.glob("*") if entry.is_dir() or folders.kind_of_name(entry)]
         close = near(path.name, [Path(entry).name for entry in beside])
-        raise DataError(f"no file or folder {name}", nearest(str(path), [str(path.parent / entry) for entry in close])
-                        if close else f"{path.parent} has no file of a name like it")
+        raise DataError(
+            f"no file or folder {name}",
+            nearest(str(path), [str(path.parent / entry) for entry in close])
+            if close
+            else f"{path.parent} has no file of a name like it",
+        )
     _refuse_meaningless(config)
     return _hub(name, config.dataset_config)
 
@@ -102,26 +109,36 @@ def _local(config: DataConfig, path: Path) -> Source:
     _refuse_meaningless(config, {folders.kind_of(file) or "" for part in files.values() for file in part})
     if config.task == "classification":
         folders.refuse_folders_of_classes(path, files)
-    options = localfiles.Options(config.encoding, config.separator, config.quoting,
-                                 chats=config.task == "causal_lm")
-    return Source(path.resolve().name, described, files, lambda split: localfiles.read_split(files[split], options),
-                  files=files)
+    options = localfiles.Options(config.encoding, config.separator, config.quoting, chats=config.task == "causal_lm")
+    return Source(
+        path.resolve().name, described, files, lambda split: localfiles.read_split(files[split], options), files=files
+    )
 
 
 def _refuse_meaningless(config: DataConfig, kinds: Collection[str] = ()) -> None:
     """Refuse options of text files where there is none: `kinds` of local files."""
-    for option, fits, what in (("separator", "csv" in kinds, "CSV files"),
-                               ("quoting", bool({"csv", "tsv"} & {*kinds}), "CSV and TSV files"),
-                               ("encoding", bool({*kinds} - {*folders.BINARY}), "local files of text")):
+    for option, fits, what in (
+        ("separator", "csv" in kinds, "CSV files"),
+        ("quoting", bool({"csv", "tsv"} & {*kinds}), "CSV and TSV files"),
+        ("encoding", bool({*kinds} - {*folders.BINARY}), "local files of text"),
+    ):
         if (value := getattr(config, option)) is not None and not fits:
-            raise DataError(f"{option} `{value}` has no meaning for `{config.dataset}`",
-                            f"leave it out: it is for {what}")
+            raise DataError(
+                f"{option} `{value}` has no meaning for `{config.dataset}`", f"leave it out: it is for {what}"
+            )
 
 
 def _tweets() -> Source:
     about, splits = bundled.manifest(), bundled.load_tweets()
-    return Source("tweets", f"bundled tweets; {about['source']}; {about['licence']}; {about['citation']}",
-                  splits, lambda split: Raw(splits[split]), "text", "label", is_prose=True)
+    return Source(
+        "tweets",
+        f"bundled tweets; {about['source']}; {about['licence']}; {about['citation']}",
+        splits,
+        lambda split: Raw(splits[split]),
+        "text",
+        "label",
+        is_prose=True,
+    )
 
 
 def _pydocs(config: DataConfig) -> Source:
@@ -129,8 +146,14 @@ def _pydocs(config: DataConfig) -> Source:
         raise DataError("pydocs has no classes", "use --task causal_lm or masked_lm")
     import platform
 
-    return Source("pydocs", f"documentation of Python {platform.python_version()} on this machine; PSF licence",
-                  ("train",), lambda split: Raw(load_pydocs()), "text", is_prose=True)
+    return Source(
+        "pydocs",
+        f"documentation of Python {platform.python_version()} on this machine; PSF licence",
+        ("train",),
+        lambda split: Raw(load_pydocs()),
+        "text",
+        is_prose=True,
+    )
 
 
 def _hub(name: str, configuration: str | None) -> Source:
@@ -143,8 +166,9 @@ def _hub(name: str, configuration: str | None) -> Source:
         where, licence = "from the Hub's local cache", None
         offline = f"{', '.join(OFFLINE_NAMES)} and local files work offline"
         if revision:
-            raise DataError(f"revision `{revision}` of `{plain}` needs the Hub, which cannot be reached ({problem})",
-                            offline)
+            raise DataError(
+                f"revision `{revision}` of `{plain}` needs the Hub, which cannot be reached ({problem})", offline
+            )
     else:
         info = _look_up(plain, repository, revision)
         where, licence = f"at {str(info.sha)[:12]} from the Hub", info.card_data.license if info.card_data else None
@@ -153,17 +177,29 @@ def _hub(name: str, configuration: str | None) -> Source:
             splits = datasets.load_dataset(repository, configuration, revision=revision or None)
     except Exception as error:  # whatever a foreign data set makes of its reader is that data set's fault
         if problem and isinstance(error, ConnectionError):
-            raise DataError(f"data set `{name}` is not bundled, no local file or folder and not in the local cache, "
-                            f"and the Hub cannot be reached ({problem})", f"{_near(plain)}{offline}") from error
+            raise DataError(
+                f"data set `{name}` is not bundled, no local file or folder and not in the local cache, "
+                f"and the Hub cannot be reached ({problem})",
+                f"{_near(plain)}{offline}",
+            ) from error
         listed = re.search(r"\[.*\]", str(error))
         if "onfig" in str(error) and listed:
-            raise DataError(f"data set `{name}` has the configurations {listed[0]}",
-                            "choose one with --dataset_config") from error
-        raise DataError(f"data set `{name}` cannot be loaded ({folders.first_line(error)})",
-                        "give a data set of CSV, JSON or Parquet files, or a local copy") from error
+            raise DataError(
+                f"data set `{name}` has the configurations {listed[0]}", "choose one with --dataset_config"
+            ) from error
+        raise DataError(
+            f"data set `{name}` cannot be loaded ({folders.first_line(error)})",
+            "give a data set of CSV, JSON or Parquet files, or a local copy",
+        ) from error
     facts = [f"{repository} {where}", known.citation if known else "", f"licence {licence}" if licence else ""]
-    return Source(plain, "; ".join(filter(None, facts)), splits, lambda split: Raw(splits[split]),
-                  known.text if known else None, known.label if known else None)
+    return Source(
+        plain,
+        "; ".join(filter(None, facts)),
+        splits,
+        lambda split: Raw(splits[split]),
+        known.text if known else None,
+        known.label if known else None,
+    )
 
 
 def _look_up(name: str, repository: str, revision: str) -> DatasetInfo:
@@ -171,17 +207,22 @@ def _look_up(name: str, repository: str, revision: str) -> DatasetInfo:
     try:
         return HfApi().dataset_info(repository, revision=revision or None, timeout=30)
     except GatedRepoError as error:
-        raise DataError(f"data set `{name}` is gated",
-                        f"accept its terms at {constants.ENDPOINT}/datasets/{repository}, then run `hf auth login` or "
-                        "set HF_TOKEN") from error
+        raise DataError(
+            f"data set `{name}` is gated",
+            f"accept its terms at {constants.ENDPOINT}/datasets/{repository}, then run `hf auth login` or set HF_TOKEN",
+        ) from error
     except RevisionNotFoundError as error:
         raise DataError(f"data set `{name}` has no revision `{revision}`", "give a branch, tag or commit") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise DataError(f"data set `{name}` is not bundled, no local file or folder, and not on the Hub",
-                        f"{_near(name)}a private one needs `hf auth login` or HF_TOKEN") from error
+        raise DataError(
+            f"data set `{name}` is not bundled, no local file or folder, and not on the Hub",
+            f"{_near(name)}a private one needs `hf auth login` or HF_TOKEN",
+        ) from error
     except (HfHubHTTPError, OSError) as error:
-        raise DataError(f"data set `{name}` cannot be fetched from the Hub ({folders.first_line(error)})",
-                        "try again, or give a local copy") from error
+        raise DataError(
+            f"data set `{name}` cannot be fetched from the Hub ({folders.first_line(error)})",
+            "try again, or give a local copy",
+        ) from error
 
 
 def _near(name: str) -> str:

@@ -54,22 +54,30 @@ class SplitFacts:
         """All of it in one line."""
         parts = [_rows(self.rows) + (f": {self._classes()}" if self.classes else f", {self.tokens:,} tokens")]
         if self.in_train:
-            parts.append(f"{_rows(self.in_train)} again" if split == "train"
-                         else f"{_rows(self.in_train)} of the training split too")
+            parts.append(
+                f"{_rows(self.in_train)} again"
+                if split == "train"
+                else f"{_rows(self.in_train)} of the training split too"
+            )
         share = f"{self.cut_tokens / max(1, self.tokens):.1%} of the tokens"
         if self.cut_rows and not self.cut_tokens:
-            parts.append(f"{_rows(self.cut_rows)} ({self.cut_rows / self.rows:.1%}) in pieces of {self.max_length} "
-                         "tokens")
+            parts.append(
+                f"{_rows(self.cut_rows)} ({self.cut_rows / self.rows:.1%}) in pieces of {self.max_length} tokens"
+            )
         elif self.cut_rows:
-            parts.append(f"{_rows(self.cut_rows)} ({self.cut_rows / self.rows:.1%}) cut at {self.max_length} tokens, "
-                         f"which leaves out {share}")
+            parts.append(
+                f"{_rows(self.cut_rows)} ({self.cut_rows / self.rows:.1%}) cut at {self.max_length} tokens, "
+                f"which leaves out {share}"
+            )
         elif self.cut_tokens and not self.left_out:
             parts.append(f"the last {self.cut_tokens:,} tokens ({share}) fill no block of {self.max_length}")
         if self.left_out:
             parts.append(f"{_rows(self.left_out)} without an answer within {self.max_length} tokens left out")
         if self.packed_rows:
-            parts.append(f"packed into {_rows(self.packed_rows)} of {self.max_length} tokens, {self.filled:.1%} of "
-                         "whose places are filled")
+            parts.append(
+                f"packed into {_rows(self.packed_rows)} of {self.max_length} tokens, {self.filled:.1%} of "
+                "whose places are filled"
+            )
         return one_line("; ".join(parts))
 
     def _classes(self) -> str:
@@ -97,8 +105,9 @@ def class_counts(rows: datasets.Dataset, names: tuple[str, ...] | None) -> dict[
 
 def text_hashes(rows: datasets.Dataset) -> np.ndarray:
     """A number for each row's text, uint64 [rows]; the same for the same text."""
-    parts = [pd.util.hash_array(texts.to_numpy(zero_copy_only=False), categorize=False)
-             for texts in batches(rows, "text")]
+    parts = [
+        pd.util.hash_array(texts.to_numpy(zero_copy_only=False), categorize=False) for texts in batches(rows, "text")
+    ]
     return np.concatenate(parts) if parts else np.empty(0, np.uint64)
 
 
@@ -106,5 +115,7 @@ def repeated(splits: Mapping[str, datasets.Dataset]) -> dict[str, int]:
     """Of each split the rows whose text the training split has too; of that one, those that repeat an earlier row."""
     hashes = {split: text_hashes(rows) for split, rows in splits.items()}
     train = np.unique(hashes.get("train", np.empty(0, np.uint64)))
-    return {split: len(own) - len(train) if split == "train" else int(np.isin(own, train).sum())
-            for split, own in hashes.items()}
+    return {
+        split: len(own) - len(train) if split == "train" else int(np.isin(own, train).sum())
+        for split, own in hashes.items()
+    }

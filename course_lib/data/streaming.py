@@ -76,10 +76,21 @@ class TextStream(IterableDataset[Row]):
         endless: go on with the next epoch at the end of one.
     """
 
-    def __init__(self, shards: Readable, make_rows: Callable[[Sequence[Named]], Sequence[LazyRow]], *,
-                 window: int = 10_000, seed: int = 0, rank: int = 0, world_size: int = 1, batch_size: int = 1,
-                 accumulation: int = 1, global_batch_size: int | None = None, drop_last: bool = False,
-                 endless: bool = False):
+    def __init__(
+        self,
+        shards: Readable,
+        make_rows: Callable[[Sequence[Named]], Sequence[LazyRow]],
+        *,
+        window: int = 10_000,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        batch_size: int = 1,
+        accumulation: int = 1,
+        global_batch_size: int | None = None,
+        drop_last: bool = False,
+        endless: bool = False,
+    ):
         self.shards, self.make_rows, self.window, self.seed = shards, make_rows, window, seed
         self.rank, self.world_size, self.batch_size, self.accumulation = rank, world_size, batch_size, accumulation
         self.places = batch_size * world_size * accumulation
@@ -158,8 +169,8 @@ class TextStream(IterableDataset[Row]):
         """This rank's micro-batches of a global batch, with whether a row is filler: every N-th row is its own."""
         filler = min(batch, key=lambda lazy: lazy.size)
         rows = [(lazy, False) for lazy in batch] + [(filler, True)] * (self.places - len(batch))
-        own = rows[self.rank::self.world_size]
-        return [own[start:start + self.batch_size] for start in range(0, len(own), self.batch_size)]
+        own = rows[self.rank :: self.world_size]
+        return [own[start : start + self.batch_size] for start in range(0, len(own), self.batch_size)]
 
     def __iter__(self) -> Iterator[Row]:
         worker = get_worker_info()

@@ -45,13 +45,25 @@ class Table:
     def features(self) -> datasets.Features:
         """The columns that are kept."""
         kept = {name: kind for name, kind in self.types.items() if isinstance(kind, pa.DataType)}
-        return datasets.Features({
-            name: datasets.ClassLabel(names=list(self.class_names[name])) if name in self.class_names
-            else datasets.Value(_VALUES[str(kind)]) for name, kind in kept.items()})
+        return datasets.Features(
+            {
+                name: datasets.ClassLabel(names=list(self.class_names[name]))
+                if name in self.class_names
+                else datasets.Value(_VALUES[str(kind)])
+                for name, kind in kept.items()
+            }
+        )
 
 
-_VALUES = {"string": "string", "binary": "binary", "int64": "int64", "uint64": "uint64", "double": "float64",
-           "bool": "bool", "null": "null"}
+_VALUES = {
+    "string": "string",
+    "binary": "binary",
+    "int64": "int64",
+    "uint64": "uint64",
+    "double": "float64",
+    "bool": "bool",
+    "null": "null",
+}
 
 
 @dataclass(frozen=True)
@@ -84,8 +96,11 @@ class Raw:
         if name in self.refused:
             return self.refused[name]
         kind = self.type_of(name)
-        return None if arrow_types.plain_type(kind) is not None else (arrow_types.shown(kind),
-                                                                      arrow_types.way_out(kind, name))
+        return (
+            None
+            if arrow_types.plain_type(kind) is not None
+            else (arrow_types.shown(kind), arrow_types.way_out(kind, name))
+        )
 
 
 def cached_table(parts: Sequence[Any], make: Callable[[], Table]) -> Raw:
@@ -106,8 +121,12 @@ def cached_table(parts: Sequence[Any], make: Callable[[], Table]) -> Raw:
         if not (path.exists() and about.exists()):
             _write(make(), path, about)
     told = json.loads(about.read_text(encoding="utf-8"))
-    return Raw(datasets.Dataset.from_file(str(path)), {name: tuple(pair) for name, pair in told["refused"].items()},
-               told["notes"], told.get("chats", ()))
+    return Raw(
+        datasets.Dataset.from_file(str(path)),
+        {name: tuple(pair) for name, pair in told["refused"].items()},
+        told["notes"],
+        told.get("chats", ()),
+    )
 
 
 def _write(table: Table, path: Path, about: Path) -> None:
@@ -116,16 +135,20 @@ def _write(table: Table, path: Path, about: Path) -> None:
     kept = table.features
     if not kept:
         held = ", ".join(f"`{name}` ({kind})" for name, (kind, _) in refused.items())
-        raise DataError(f"no column is text or numbers{': ' if held else ''}{held}",
-                        next((way for _, way in refused.values() if way), "give columns of text and of classes"))
+        raise DataError(
+            f"no column is text or numbers{': ' if held else ''}{held}",
+            next((way for _, way in refused.values() if way), "give columns of text and of classes"),
+        )
     beside, written = path.with_name(f".{path.name}.{os.getpid()}"), 0
     with unwritable(path):
         writer = ArrowWriter(features=kept, path=str(beside), writer_batch_size=RECORD_ROWS)
     try:
         for batch in table.batches():
             columns = {name: arrow_types.plain(batch[name]) for name in kept}
-            rows = pa.table({name: values.cast(kept.arrow_schema.field(name).type) for name, values in columns.items()},
-                            schema=kept.arrow_schema)
+            rows = pa.table(
+                {name: values.cast(kept.arrow_schema.field(name).type) for name, values in columns.items()},
+                schema=kept.arrow_schema,
+            )
             if len(rows):
                 with unwritable(path):
                     writer.write_table(rows)

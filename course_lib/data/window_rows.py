@@ -38,13 +38,14 @@ def plain_tokens(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> 
     """The tokens of each text, without special ones."""
     if not texts:
         return []
-    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False,
-                     verbose=False)["input_ids"]
+    return tokenizer(
+        list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )["input_ids"]
 
 
 def in_pieces(ids: Sequence[int], size: int) -> list[list[int]]:
     """Tokens cut into pieces of at most a size."""
-    return [list(ids[start:start + size]) for start in range(0, len(ids), size)]
+    return [list(ids[start : start + size]) for start in range(0, len(ids), size)]
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,10 @@ class WindowRows:
         if self.packs:
             return [LazyRow(row["length"], functools.partial(dict, row)) for row in self._packed(texts)]
         stream = [token for ids in self._ended(texts) for token in ids]
-        return [LazyRow(len(ids), functools.partial(dict, input_ids=ids, length=len(ids)))
-                for ids in in_pieces(stream, self.max_length)]
+        return [
+            LazyRow(len(ids), functools.partial(dict, input_ids=ids, length=len(ids)))
+            for ids in in_pieces(stream, self.max_length)
+        ]
 
     def _ended(self, texts: Sequence[Named]) -> list[list[int]]:
         plain = plain_tokens(self.tokenizer, [one.text for one in texts if one.text.strip()])
@@ -81,15 +84,19 @@ class WindowRows:
 
     def _packed(self, texts: Sequence[Named]) -> list[Row]:
         if self.chat is None:
-            pieces: list[Row] = [{"input_ids": piece} for ids in self._ended(texts)
-                                 for piece in in_pieces(ids, self.max_length)]
+            pieces: list[Row] = [
+                {"input_ids": piece} for ids in self._ended(texts) for piece in in_pieces(ids, self.max_length)
+            ]
         else:
             pieces = [talk for talk in map(self._talk, texts) if any(talk["answers"])]
         lengths = [len(piece["input_ids"]) for piece in pieces]
         rows = []
         for plan in best_fit(lengths, self.max_length):
-            joined = {name: [value for piece in plan for value in pieces[piece][name]]
-                      for name in ("input_ids", "answers") if name in pieces[0]}
+            joined = {
+                name: [value for piece in plan for value in pieces[piece][name]]
+                for name in ("input_ids", "answers")
+                if name in pieces[0]
+            }
             documents = [lengths[piece] for piece in plan]
             rows.append(joined | {"documents": documents, "length": sum(documents)})
         return rows

@@ -27,17 +27,33 @@ def memory(held: ByMethod, planned: ByMethod, title: str) -> Figure:
                 for kind, size in kinds.items():
                     axes.bar(at - 0.2, size / 1e6, bottom=counted / 1e6, width=0.36, color=COLOURS[kind], label=kind)
                     expected = planned[way][method][kind]
-                    axes.bar(at + 0.2, expected / 1e6, bottom=foreseen / 1e6, width=0.36, edgecolor=COLOURS[kind],
-                             label=kind, **PREDICTED)
+                    axes.bar(
+                        at + 0.2,
+                        expected / 1e6,
+                        bottom=foreseen / 1e6,
+                        width=0.36,
+                        edgecolor=COLOURS[kind],
+                        label=kind,
+                        **PREDICTED,
+                    )
                     counted, foreseen = counted + size, foreseen + expected
-                axes.annotate(f"{counted / 1e6:.1f}", (at - 0.2, counted / 1e6), xytext=(0, 3), ha="center", fontsize=8,
-                              textcoords="offset points")
+                axes.annotate(
+                    f"{counted / 1e6:.1f}",
+                    (at - 0.2, counted / 1e6),
+                    xytext=(0, 3),
+                    ha="center",
+                    fontsize=8,
+                    textcoords="offset points",
+                )
             axes.set_xticks(range(len(methods)), list(methods))
             axes.set_title(way, fontsize=10)
         panels[0].set_ylabel("MB per rank\n(solid: counted, hatched: planned)")
-        figure.legend(handles=[Patch(color=COLOURS[kind], label=kind)
-                               for kind in next(iter(next(iter(held.values())).values()))], loc="outside lower center",
-                      ncols=4, fontsize=8)
+        figure.legend(
+            handles=[Patch(color=COLOURS[kind], label=kind) for kind in next(iter(next(iter(held.values())).values()))],
+            loc="outside lower center",
+            ncols=4,
+            fontsize=8,
+        )
     return figure
 
 
@@ -56,10 +72,19 @@ def losses(by_trained: Mapping[str, tuple[float, float]], before: float, title: 
         axes.plot(*zip(*points.values(), strict=True), color=COLOURS["parameters"])
         for way, point in points.items():
             axes.plot(*point, "o", color=COLOURS["parameters"], label=way)
-            axes.annotate(way, point, xytext=(0, 7), textcoords="offset points", ha="center", fontsize=9,
-                          fontweight="bold", color=COLOURS["parameters"])
-        axes.set(xscale="log", xlabel="share of the parameters that are trained, %",
-                 ylabel="validation loss, nats per byte")
+            axes.annotate(
+                way,
+                point,
+                xytext=(0, 7),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+                fontweight="bold",
+                color=COLOURS["parameters"],
+            )
+        axes.set(
+            xscale="log", xlabel="share of the parameters that are trained, %", ylabel="validation loss, nats per byte"
+        )
         axes.set_xticks([1, 10, 100], ["1", "10", "100"])
         axes.minorticks_off()
         axes.margins(y=0.2)
@@ -78,12 +103,21 @@ def four_bits(values: Sequence[float], levels: Mapping[str, Sequence[float]], ti
         axes.hist(np.asarray(values), bins=80, color=COLOURS["idle"], density=True)
         for row, (name, places) in enumerate(levels.items()):
             height = -0.22 - 0.25 * row
-            axes.plot(places, [height] * len(places), "|", color=SERIES[row], markersize=11, markeredgewidth=1.8,
-                      label=name)
-            axes.annotate(name, (1.04, height), va="center", color=SERIES[row], fontweight="bold", fontsize=9,
-                          annotation_clip=False)
-        axes.set(xlabel="weight, divided by the largest magnitude of its block of 64", ylabel="density",
-                 xlim=(-1.03, 1.03))
+            axes.plot(
+                places, [height] * len(places), "|", color=SERIES[row], markersize=11, markeredgewidth=1.8, label=name
+            )
+            axes.annotate(
+                name,
+                (1.04, height),
+                va="center",
+                color=SERIES[row],
+                fontweight="bold",
+                fontsize=9,
+                annotation_clip=False,
+            )
+        axes.set(
+            xlabel="weight, divided by the largest magnitude of its block of 64", ylabel="density", xlim=(-1.03, 1.03)
+        )
         axes.set_ylim(bottom=-0.25 * len(levels) - 0.2)
         axes.set_yticks([0, 0.5, 1])
         axes.grid(visible=False)
@@ -103,8 +137,14 @@ def left(kept: Mapping[str, Mapping[str, float]], title: str) -> Figure:
             for kind, size in kinds.items():
                 axes.barh(row, size / 1e6, left=start / 1e6, height=0.6, color=COLOURS[kind], label=kind)
                 start += size
-            axes.annotate(f"{start / 1e6:.1f}", (start / 1e6, row), xytext=(4, 0), va="center", fontsize=9,
-                          textcoords="offset points")
+            axes.annotate(
+                f"{start / 1e6:.1f}",
+                (start / 1e6, row),
+                xytext=(4, 0),
+                va="center",
+                fontsize=9,
+                textcoords="offset points",
+            )
         axes.set_yticks(range(len(kept)), list(kept))
         axes.invert_yaxis()
         axes.margins(x=0.1)
@@ -112,6 +152,5 @@ def left(kept: Mapping[str, Mapping[str, float]], title: str) -> Figure:
         axes.grid(axis="x")
         axes.set_xlabel("MB on the device")
         bars = [Patch(color=COLOURS[kind], label=kind) for kind in next(iter(kept.values()))]
-        axes.legend(handles=bars, fontsize=8, ncols=4,
-                    loc="lower right")
+        axes.legend(handles=bars, fontsize=8, ncols=4, loc="lower right")
     return figure

@@ -20,13 +20,25 @@ def recovery(undisturbed: Mapping[int, float], broken: Broken, resumed: Resumed)
         resumed: the whole record after the second; only steps after the checkpoint are drawn.
     """
     start = broken.step - broken.lost
-    title = (f"Killed at step {broken.step}, resumed from step {start}: {resumed.differing:,} of {resumed.bytes:,} "
-             "bytes differ at the end" if not resumed.problem else f"Killed at step {broken.step}, and not resumed")
+    title = (
+        f"Killed at step {broken.step}, resumed from step {start}: {resumed.differing:,} of {resumed.bytes:,} "
+        "bytes differ at the end"
+        if not resumed.problem
+        else f"Killed at step {broken.step}, and not resumed"
+    )
     with canvas(title) as (figure, axes):
-        axes.plot(list(undisturbed), list(undisturbed.values()), color=COLOURS["idle"], linewidth=9,
-                  label="undisturbed")
-        axes.plot(list(broken.losses), list(broken.losses.values()), "o", color=SERIES[1], markersize=10,
-                  fillstyle="none", label="until it was killed")
+        axes.plot(
+            list(undisturbed), list(undisturbed.values()), color=COLOURS["idle"], linewidth=9, label="undisturbed"
+        )
+        axes.plot(
+            list(broken.losses),
+            list(broken.losses.values()),
+            "o",
+            color=SERIES[1],
+            markersize=10,
+            fillstyle="none",
+            label="until it was killed",
+        )
         if broken.killed:
             axes.plot(broken.step, undisturbed[broken.step], "X", color=COLOURS["wrong"], markersize=13, label="killed")
         again = {step: loss for step, loss in resumed.record if step > start}
@@ -45,10 +57,11 @@ def comparison(runs: Sequence[Tracked], planned: Mapping[str, Here], title: str)
         title: the finding.
     """
     rows = table(runs)
-    panels = {"model states (MiB per rank)": ("states_MiB",
-                                              {arm: here.states / 2**20 for arm, here in planned.items()}),
-              "sent (MB per rank and step)": ("sent_MB", {arm: here.sent / 1e6 for arm, here in planned.items()}),
-              "rows per second": ("samples_per_second", {})}
+    panels = {
+        "model states (MiB per rank)": ("states_MiB", {arm: here.states / 2**20 for arm, here in planned.items()}),
+        "sent (MB per rank and step)": ("sent_MB", {arm: here.sent / 1e6 for arm, here in planned.items()}),
+        "rows per second": ("samples_per_second", {}),
+    }
     with canvas(title, width=9.6, height=3.2, ncols=4) as (figure, (*bars, losses)):
         for axes, (name, (column, plan)) in zip(bars, panels.items(), strict=True):
             for place, (arm, colour) in enumerate(ARMS.items()):

@@ -10,8 +10,12 @@ from matplotlib.patches import Patch
 
 from course_lib.figures.style import COLOURS, SERIES, canvas
 
-PHASES = {"Downloading": COLOURS["data"], "Training": COLOURS["forward"], "Uploading": COLOURS["activations"],
-          "Interrupted": COLOURS["wrong"]}
+PHASES = {
+    "Downloading": COLOURS["data"],
+    "Training": COLOURS["forward"],
+    "Uploading": COLOURS["activations"],
+    "Interrupted": COLOURS["wrong"],
+}
 
 
 def life(description: Mapping[str, Any], lines: Sequence[str], elsewhere: Mapping[int, float]) -> Figure:
@@ -23,15 +27,30 @@ def life(description: Mapping[str, Any], lines: Sequence[str], elsewhere: Mappin
         elsewhere: loss by step of the same run, uninterrupted, on this machine.
     """
     attempts = losses_by_attempt(lines)
-    title = (f"Interrupted after step {max(attempts[0])}, resumed at step {min(attempts[1])}"
-             if len(attempts) > 1 else f"{len(attempts[0])} steps without an interruption")
+    title = (
+        f"Interrupted after step {max(attempts[0])}, resumed at step {min(attempts[1])}"
+        if len(attempts) > 1
+        else f"{len(attempts[0])} steps without an interruption"
+    )
     with canvas(title, height=4.2, nrows=2, height_ratios=(1, 2)) as (figure, (top, bottom)):
         _phases(top, description)
-        bottom.plot(list(elsewhere), list(elsewhere.values()), color=COLOURS["idle"], linewidth=8, zorder=0,
-                    label="uninterrupted, on this machine")
+        bottom.plot(
+            list(elsewhere),
+            list(elsewhere.values()),
+            color=COLOURS["idle"],
+            linewidth=8,
+            zorder=0,
+            label="uninterrupted, on this machine",
+        )
         for number, losses in enumerate(attempts):
-            bottom.plot(list(losses), list(losses.values()), marker="o", markersize=5, color=SERIES[number],
-                        label=f"attempt {number + 1}")
+            bottom.plot(
+                list(losses),
+                list(losses.values()),
+                marker="o",
+                markersize=5,
+                color=SERIES[number],
+                label=f"attempt {number + 1}",
+            )
         bottom.legend(loc="lower left", ncols=3)
         bottom.set(xlabel="optimizer step", ylabel="training loss (nats)")
         bottom.margins(y=0.3)
@@ -55,11 +74,19 @@ def _phases(axes: Any, description: Mapping[str, Any]) -> None:
     starts: list[datetime] = [phase["StartTime"] for phase in phases]
     ends = [*starts[1:], description["TrainingEndTime"]]
     for phase, start, end in zip(phases, starts, ends, strict=True):
-        axes.barh(0, (end - start).total_seconds(), left=(start - starts[0]).total_seconds(),
-                  color=PHASES[phase["Status"]], label=phase["Status"])
-    interruption = [(start - starts[0]).total_seconds() for phase, start in zip(phases, starts, strict=True)
-                    if phase["Status"] == "Interrupted"]
-    cross, = axes.plot(interruption, [0] * len(interruption), "X", color=PHASES["Interrupted"], markersize=10)
+        axes.barh(
+            0,
+            (end - start).total_seconds(),
+            left=(start - starts[0]).total_seconds(),
+            color=PHASES[phase["Status"]],
+            label=phase["Status"],
+        )
+    interruption = [
+        (start - starts[0]).total_seconds()
+        for phase, start in zip(phases, starts, strict=True)
+        if phase["Status"] == "Interrupted"
+    ]
+    (cross,) = axes.plot(interruption, [0] * len(interruption), "X", color=PHASES["Interrupted"], markersize=10)
     axes.set(yticks=[], xlabel="seconds since the job started")
     axes.grid(False)
     seen = {phase["Status"] for phase in phases}

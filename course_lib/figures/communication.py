@@ -20,10 +20,16 @@ def bill(compute: float, waits: Mapping[str, float]) -> Figure:
     with canvas(f"At {slowest} a step waits {share:.0%} of its time", height=2.3) as (figure, axes):
         for row, (_, wait) in enumerate(waits.items()):
             axes.barh(row, 1000 * compute, height=0.6, color=COLOURS["forward"], label="computing")
-            axes.barh(row, 1000 * wait, left=1000 * compute, height=0.6, color=COLOURS["communication"],
-                      label="all-reduce")
-            axes.annotate(f"{1000 * (compute + wait):.0f}", (1000 * (compute + wait), row), xytext=(5, 0),
-                          textcoords="offset points", va="center")
+            axes.barh(
+                row, 1000 * wait, left=1000 * compute, height=0.6, color=COLOURS["communication"], label="all-reduce"
+            )
+            axes.annotate(
+                f"{1000 * (compute + wait):.0f}",
+                (1000 * (compute + wait), row),
+                xytext=(5, 0),
+                textcoords="offset points",
+                va="center",
+            )
         axes.set_yticks(range(len(waits)), list(waits))
         axes.invert_yaxis()
         axes.margins(x=0.1)
@@ -48,8 +54,14 @@ def loss_over_seconds(curves: Mapping[str, Mapping[str, Sequence[tuple[float, fl
     with canvas(title, width=9.5, height=3.4, ncols=len(curves), sharey=True) as (figure, panels):
         for axes, (link, by_way) in zip(panels, curves.items(), strict=True):
             for way, points in by_way.items():
-                axes.plot(*zip(*points, strict=True), color=colours[first[way]], marker="o", markersize=3,
-                          linestyle="-" if first[way] == way else "--", label=way)
+                axes.plot(
+                    *zip(*points, strict=True),
+                    color=colours[first[way]],
+                    marker="o",
+                    markersize=3,
+                    linestyle="-" if first[way] == way else "--",
+                    label=way,
+                )
             axes.set_title(link, fontsize=10)
             axes.set_xscale("log")
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -60,8 +72,16 @@ def loss_over_seconds(curves: Mapping[str, Mapping[str, Sequence[tuple[float, fl
         last = {way: points[-1][1] for way, points in next(iter(curves.values())).items()}
         for way, place in apart(last, 0.075, panels[-1].get_ylim()).items():
             name = way if first[way] == way else f"{way} (dashed)"
-            panels[-1].annotate(name, (1.03, place), xycoords="axes fraction", va="center", color=colours[first[way]],
-                                fontweight="bold", fontsize=9, annotation_clip=False)
+            panels[-1].annotate(
+                name,
+                (1.03, place),
+                xycoords="axes fraction",
+                va="center",
+                color=colours[first[way]],
+                fontweight="bold",
+                fontsize=9,
+                annotation_clip=False,
+            )
     return figure
 
 

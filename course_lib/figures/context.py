@@ -20,14 +20,19 @@ def sent(counted: Mapping[str, Mapping[str, int]], predicted: Mapping[str, Mappi
     """
     kinds = list(counted)
     more = [of["ulysses"] / of["ring"] for of in counted.values()]
-    with canvas(f"Ulysses sends {more[0]:.2f} times the ring's bytes with {kinds[0]}, {more[1]:.2f} with {kinds[1]}",
-                ncols=2, height=2.7, sharey=True) as (figure, both):
+    with canvas(
+        f"Ulysses sends {more[0]:.2f} times the ring's bytes with {kinds[0]}, {more[1]:.2f} with {kinds[1]}",
+        ncols=2,
+        height=2.7,
+        sharey=True,
+    ) as (figure, both):
         for axes, kind in zip(both, kinds, strict=True):
             for row, (way, value) in enumerate(counted[kind].items()):
                 axes.barh(row, value / KB, height=0.5, color=COLOURS["communication"], label="counted")
                 axes.barh(row, predicted[kind][way] / KB, height=0.72, **OUTLINE, label="predicted")
-                axes.annotate(f"{value / KB:.0f}", (value / KB, row), xytext=(6, 0), textcoords="offset points",
-                              va="center")
+                axes.annotate(
+                    f"{value / KB:.0f}", (value / KB, row), xytext=(6, 0), textcoords="offset points", va="center"
+                )
             axes.set_title(kind, fontsize=10)
             axes.margins(x=0.18)
             axes.grid(axis="y", visible=False)
@@ -46,19 +51,37 @@ def balance(work: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
     """
     lasts = {layout: sum(map(max, steps)) for layout, steps in work.items()}
     first, second = work
-    with canvas(f"By the count a {first} ring lasts {lasts[first] / lasts[second]:.2f} times as long as in {second}",
-                ncols=2, height=2.9, sharey=True) as (figure, both):
+    with canvas(
+        f"By the count a {first} ring lasts {lasts[first] / lasts[second]:.2f} times as long as in {second}",
+        ncols=2,
+        height=2.9,
+        sharey=True,
+    ) as (figure, both):
         for axes, (layout, steps) in zip(both, work.items(), strict=True):
             ranks = len(steps[0])
             for rank in range(ranks):
                 at = np.arange(len(steps)) + (rank - (ranks - 1) / 2) * 0.8 / ranks
-                axes.bar(at, [step[rank] for step in steps], width=0.74 / ranks, color=SERIES[rank],
-                         label=f"rank {rank}")
-                axes.annotate(f"rank {rank}", (at[0], steps[0][rank]), xytext=(0, 3), textcoords="offset points",
-                              ha="center", fontsize=8, color=SERIES[rank])
+                axes.bar(
+                    at, [step[rank] for step in steps], width=0.74 / ranks, color=SERIES[rank], label=f"rank {rank}"
+                )
+                axes.annotate(
+                    f"rank {rank}",
+                    (at[0], steps[0][rank]),
+                    xytext=(0, 3),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=8,
+                    color=SERIES[rank],
+                )
             for place, step in enumerate(steps):
-                axes.plot([place - 0.45, place + 0.45], [max(step)] * 2, color="black", linestyle="--", linewidth=1.2,
-                          label="the step lasts")
+                axes.plot(
+                    [place - 0.45, place + 0.45],
+                    [max(step)] * 2,
+                    color="black",
+                    linestyle="--",
+                    linewidth=1.2,
+                    label="the step lasts",
+                )
             axes.set_title(f"{layout}: the steps last {lasts[layout]:,}", fontsize=10)
             axes.set_xticks(range(len(steps)), [f"step {number}" for number in range(len(steps))])
             axes.margins(y=0.14)

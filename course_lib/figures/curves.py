@@ -18,8 +18,9 @@ BETWEEN = 3e-8
 """Nats at the upper edge of the gap above them: float32 losses from 0.25 on that differ do so by 2**-25 at least."""
 
 
-def world_sizes(curves: Mapping[int, Sequence[float]], predicted: Sequence[float], other: Sequence[float],
-                other_name: str) -> Figure:
+def world_sizes(
+    curves: Mapping[int, Sequence[float]], predicted: Sequence[float], other: Sequence[float], other_name: str
+) -> Figure:
     """Training loss by step at several world sizes with one global batch, beside a run with another.
 
     Args:
@@ -45,33 +46,56 @@ def worst_difference(curves: Mapping[int, Sequence[float]]) -> float:
 def _draw_losses(axes: Axes, curves: Mapping[int, Sequence[float]], other: Sequence[float], other_name: str) -> None:
     ends = []
     for (ranks, curve), colour, width in zip(curves.items(), SERIES, WIDTHS, strict=False):
-        axes.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=width, solid_capstyle="round",
-                  label=_name(ranks))
+        axes.plot(
+            range(1, len(curve) + 1), curve, color=colour, linewidth=width, solid_capstyle="round", label=_name(ranks)
+        )
         ends.append((_name(ranks), colour, len(curve), curve[-1]))
     axes.plot(range(1, len(other) + 1), other, color=COLOURS["wrong"], linewidth=1.4, label=other_name)
-    axes.annotate(other_name, (len(other), other[-1]), xytext=(0, -6), textcoords="offset points", ha="right", va="top",
-                  color=COLOURS["wrong"], fontweight="bold")
+    axes.annotate(
+        other_name,
+        (len(other), other[-1]),
+        xytext=(0, -6),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        color=COLOURS["wrong"],
+        fontweight="bold",
+    )
     axes.set(xlabel="optimizer step", ylabel="training loss (nats)")
     _label_ends(axes, ends)
 
 
-def _draw_differences(axes: Axes, curves: Mapping[int, Sequence[float]], predicted: Sequence[float],
-                      other: Sequence[float], other_name: str) -> None:
+def _draw_differences(
+    axes: Axes,
+    curves: Mapping[int, Sequence[float]],
+    predicted: Sequence[float],
+    other: Sequence[float],
+    other_name: str,
+) -> None:
     (reference, first), *rest = curves.items()
     drawn = [(other_name, COLOURS["wrong"], 3.0, other)]
-    drawn += [(_name(ranks), colour, width, curve)
-              for (ranks, curve), colour, width in zip(rest, SERIES[1:], WIDTHS, strict=False)]
+    drawn += [
+        (_name(ranks), colour, width, curve)
+        for (ranks, curve), colour, width in zip(rest, SERIES[1:], WIDTHS, strict=False)
+    ]
     ends = [("predicted", COLOURS["neutral"], len(predicted), predicted[-1])]
     for number, (name, colour, size, curve) in enumerate(drawn):
         apart = np.maximum(np.abs(np.asarray(curve) - np.asarray(first)[: len(curve)]), EQUAL)
         axes.plot(range(1, len(curve) + 1), apart, color=colour, linestyle="", marker="o", markersize=size, label=name)
         if number:  # the points of each lie on two levels, so that a name at either would be that level's
-            axes.text(len(first) + 1.2, BETWEEN / 3**number, f"\u25cf {name}", color=colour, va="center",
-                      fontweight="bold")
+            axes.text(
+                len(first) + 1.2, BETWEEN / 3**number, f"\u25cf {name}", color=colour, va="center", fontweight="bold"
+            )
         else:
             ends.append((name, colour, len(curve), apart[-1]))
-    axes.plot(range(1, len(predicted) + 1), predicted, color=COLOURS["neutral"], linewidth=1.2, linestyle="--",
-              label="predicted")
+    axes.plot(
+        range(1, len(predicted) + 1),
+        predicted,
+        color=COLOURS["neutral"],
+        linewidth=1.2,
+        linestyle="--",
+        label="predicted",
+    )
     axes.set(yscale="log", xlabel="optimizer step", ylabel=f"difference from {_name(reference)} (nats)")
     powers = range(-7, 2, 2)
     axes.set_yticks([EQUAL, *(10.0**power for power in powers)], ["equal", *(f"$10^{{{power}}}$" for power in powers)])

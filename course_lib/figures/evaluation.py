@@ -7,8 +7,13 @@ from matplotlib.figure import Figure
 from course_lib.figures.style import COLOURS, SERIES, canvas, end_label
 
 
-def metric_by_ranks(ranks: Sequence[int], right: Mapping[str, tuple[float, float]],
-                    wrong: Mapping[str, Sequence[float]], metric: str, title: str) -> Figure:
+def metric_by_ranks(
+    ranks: Sequence[int],
+    right: Mapping[str, tuple[float, float]],
+    wrong: Mapping[str, Sequence[float]],
+    metric: str,
+    title: str,
+) -> Figure:
     """One line per way of computing a metric, on an axis that begins at 0.
 
     Args:
@@ -20,8 +25,10 @@ def metric_by_ranks(ranks: Sequence[int], right: Mapping[str, tuple[float, float
     """
     flat = list(zip(right.items(), (COLOURS["right"], COLOURS["neutral"]), strict=False))
     broken = list(zip(wrong.items(), SERIES[1:], strict=False))
-    ends = sorted([(value, name, colour) for (name, (value, _)), colour in flat]
-                  + [(values[-1], name, colour) for (name, values), colour in broken])
+    ends = sorted(
+        [(value, name, colour) for (name, (value, _)), colour in flat]
+        + [(values[-1], name, colour) for (name, values), colour in broken]
+    )
     room = 0.075 * max(value for values in wrong.values() for value in values)
     with canvas(title, width=7.6, height=3.6) as (figure, axes):
         for (name, (value, error)), colour in flat:

@@ -19,8 +19,12 @@ def worked(copies: Mapping[str, Sequence[int]]) -> Figure:
     """
     idle = {name: 1 - sum(of) / (len(of) * max(of)) for name, of in copies.items()}
     worst = max(idle, key=lambda name: idle[name])
-    with canvas(f"In the {worst} the ranks wait for {idle[worst]:.0%} of the layer, counted in copies", height=2.9,
-                ncols=len(copies), sharex=True) as (figure, axes):
+    with canvas(
+        f"In the {worst} the ranks wait for {idle[worst]:.0%} of the layer, counted in copies",
+        height=2.9,
+        ncols=len(copies),
+        sharex=True,
+    ) as (figure, axes):
         for side, (name, of) in zip(axes, copies.items(), strict=True):
             for rank, number in enumerate(of):
                 side.barh(rank, number, color=COLOURS["forward"], height=0.6, label="copies")
@@ -44,8 +48,11 @@ def imbalance(curves: Mapping[str, Sequence[float]]) -> Figure:
     """
     ends = {name: float(np.mean(curve[-LAST:])) for name, curve in curves.items()}
     first, best = next(iter(ends)), min(ends, key=ends.__getitem__)
-    with canvas(f"In the last {LAST} steps the busiest expert has {ends[first]:.1f} times its share, "
-                f"{ends[best]:.1f} with the {best}", height=3.2) as (figure, axes):
+    with canvas(
+        f"In the last {LAST} steps the busiest expert has {ends[first]:.1f} times its share, "
+        f"{ends[best]:.1f} with the {best}",
+        height=3.2,
+    ) as (figure, axes):
         labels = _apart([curve[-1] for curve in curves.values()], 0.075 * max(map(max, curves.values())))
         for (name, curve), at, colour in zip(curves.items(), labels, SERIES, strict=False):
             axes.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=1.6, label=name)

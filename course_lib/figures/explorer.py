@@ -17,8 +17,16 @@ from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.validation import check
 
 
-def view(name: str, ranks: int, microbatches: int, stages_per_rank: int, forward: float, input: float, weight: float,
-         message: float) -> tuple[str, Figure]:
+def view(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int,
+    forward: float,
+    input: float,
+    weight: float,
+    message: float,
+) -> tuple[str, Figure]:
     """A schedule's table with its bubble and memory as text, and its time line.
 
     Args:
@@ -37,9 +45,11 @@ def view(name: str, ranks: int, microbatches: int, stages_per_rank: int, forward
     schedule = build(name, ranks, microbatches, stages, costs)
     in_flight = check(schedule)
     timeline = simulate(schedule, costs)
-    facts = (f"step {float(timeline.makespan):g}, bubble {float(timeline.bubble):.2%} ({timeline.bubble})",
-             f"held at most, by rank: {', '.join(f'{float(peak):g}' for peak in timeline.peak_activations)} "
-             f"(1 is a micro-batch in all stages of a rank); parts in flight: {', '.join(map(str, in_flight))}")
+    facts = (
+        f"step {float(timeline.makespan):g}, bubble {float(timeline.bubble):.2%} ({timeline.bubble})",
+        f"held at most, by rank: {', '.join(f'{float(peak):g}' for peak in timeline.peak_activations)} "
+        f"(1 is a micro-batch in all stages of a rank); parts in flight: {', '.join(map(str, in_flight))}",
+    )
     title = f"{name} on {ranks} ranks, {microbatches} micro-batches: {float(timeline.bubble):.1%} idle"
     return "\n".join((str(schedule), "", *facts)), gantt({"": timeline}, title)
 
@@ -71,8 +81,9 @@ class Explorer(widgets.VBox):
             control.observe(self.refresh, names="value")
         self.refresh()
         self.fallback, self.fallback_text, self.fallback_said = bytes(self.picture.value), self.text, self.shown
-        columns = widgets.GridBox(list(controls.values()), layout={
-            "grid_template_columns": "repeat(2, max-content)", "grid_gap": "0 1.5em"})
+        columns = widgets.GridBox(
+            list(controls.values()), layout={"grid_template_columns": "repeat(2, max-content)", "grid_gap": "0 1.5em"}
+        )
         super().__init__([self.picture, columns, self.said])
 
     def refresh(self, _: Mapping[str, Any] | None = None) -> None:
@@ -87,8 +98,7 @@ class Explorer(widgets.VBox):
         self.said.value = f"<pre style='margin:0;overflow-x:auto'>{html.escape(self.text)}</pre>" if self.text else ""
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        return (widget_display.bundle(self, self.fallback, self.fallback_text),
-                {"image/png": self.fallback_said})
+        return (widget_display.bundle(self, self.fallback, self.fallback_text), {"image/png": self.fallback_said})
 
 
 def explorer(**start: Any) -> Explorer:
@@ -102,8 +112,10 @@ def explorer(**start: Any) -> Explorer:
         "ranks": widgets.IntSlider(value=4, min=1, max=8),
         "microbatches": widgets.IntSlider(value=8, min=1, max=24),
         "stages_per_rank": widgets.IntSlider(value=2, min=1, max=4),
-    } | {cost: widgets.FloatSlider(value=value, min=least, max=4, step=0.1) for cost, value, least in (
-        ("forward", 1, 0.1), ("input", 1, 0.1), ("weight", 1, 0.1), ("message", 0, 0))}
+    } | {
+        cost: widgets.FloatSlider(value=value, min=least, max=4, step=0.1)
+        for cost, value, least in (("forward", 1, 0.1), ("input", 1, 0.1), ("weight", 1, 0.1), ("message", 0, 0))
+    }
     for key, value in start.items():
         controls[key].value = value
     return Explorer(controls, view)

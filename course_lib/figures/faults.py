@@ -22,9 +22,15 @@ def last_collectives(hangs: Mapping[str, Sequence[ReportedRank]], guilty: Mappin
         hangs: by the panel's title, each rank's state as a report of the watchdog has it.
         guilty: the ranks at fault, for each panel; they are drawn in the colour of what is wrong.
     """
-    with canvas("The ranks in blue wait for the one in orange", width=7.0,
-                height=0.7 + 0.42 * sum(len(states) + 1 for states in hangs.values()), nrows=len(hangs), squeeze=False,
-                height_ratios=[len(states) + 1 for states in hangs.values()], sharex=True) as (figure, panels):
+    with canvas(
+        "The ranks in blue wait for the one in orange",
+        width=7.0,
+        height=0.7 + 0.42 * sum(len(states) + 1 for states in hangs.values()),
+        nrows=len(hangs),
+        squeeze=False,
+        height_ratios=[len(states) + 1 for states in hangs.values()],
+        sharex=True,
+    ) as (figure, panels):
         furthest = max(state.sequence or 0 for states in hangs.values() for state in states)
         for axes, (name, states) in zip(panels[:, 0], hangs.items(), strict=True):
             for state in states:
@@ -36,10 +42,23 @@ def last_collectives(hangs: Mapping[str, Sequence[ReportedRank]], guilty: Mappin
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         panels[-1, 0].set_xlabel("sequence number of the collective (filled: over; hollow: issued, waits)")
         panels[-1, 0].set_xticks(range(1, furthest + 1))
-    numbers.tell(figure, "Last collective of each rank", ["hang", "rank", "its number", "it", "last call", "at fault"],
-                 [(name, str(state.rank), str(state.sequence or 0), "is over" if state.ended else "waits",
-                   _last_call(state), "yes" if state.rank in guilty[name] else "no")
-                  for name, states in hangs.items() for state in states])
+    numbers.tell(
+        figure,
+        "Last collective of each rank",
+        ["hang", "rank", "its number", "it", "last call", "at fault"],
+        [
+            (
+                name,
+                str(state.rank),
+                str(state.sequence or 0),
+                "is over" if state.ended else "waits",
+                _last_call(state),
+                "yes" if state.rank in guilty[name] else "no",
+            )
+            for name, states in hangs.items()
+            for state in states
+        ],
+    )
     return figure
 
 
@@ -51,8 +70,16 @@ def _one_rank(axes: Axes, state: ReportedRank, is_guilty: bool) -> None:
     axes.plot(range(1, over + 1), [state.rank] * over, "o", color=colour)
     if over < last:
         axes.plot(last, state.rank, "o", markerfacecolor="white", markeredgecolor=colour, markersize=8)
-    axes.annotate(f"{_last_call(state)}{mark}", (last, state.rank), xytext=(10, 0), textcoords="offset points",
-                  va="center", fontsize=9, color=colour, annotation_clip=False)
+    axes.annotate(
+        f"{_last_call(state)}{mark}",
+        (last, state.rank),
+        xytext=(10, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=9,
+        color=colour,
+        annotation_clip=False,
+    )
 
 
 def _last_call(state: ReportedRank) -> str:
@@ -68,8 +95,11 @@ def who_spoke(trials: Mapping[str, Trial], world_size: int) -> Figure:
         world_size: ranks in each.
     """
     first = sum(bool(SCENARIOS[name].culprits & set(trial.broken.reporters[:1])) for name, trial in trials.items())
-    with canvas(f"The first error came from the culprit in {first} of {len(trials)} cases", width=6.4,
-                height=0.9 + 0.3 * len(trials)) as (figure, axes):
+    with canvas(
+        f"The first error came from the culprit in {first} of {len(trials)} cases",
+        width=6.4,
+        height=0.9 + 0.3 * len(trials),
+    ) as (figure, axes):
         for row, (name, trial) in enumerate(trials.items()):
             for rank in SCENARIOS[name].culprits:
                 axes.plot(rank, row, "s", color=GUILTY, markersize=15, alpha=0.35, markeredgewidth=0, label="at fault")
@@ -77,8 +107,9 @@ def who_spoke(trials: Mapping[str, Trial], world_size: int) -> Figure:
                 axes.text(rank, row, str(place), ha="center", va="center", fontweight="bold")
                 axes.plot(rank, row, linestyle="None", label=f"error {place}")  # unseen: for the figure's table
             if not trial.broken.reporters:
-                axes.text(world_size - 0.45, row, "no rank raised anything", va="center", fontsize=8,
-                          color=COLOURS["neutral"])
+                axes.text(
+                    world_size - 0.45, row, "no rank raised anything", va="center", fontsize=8, color=COLOURS["neutral"]
+                )
         axes.set_yticks(range(len(trials)), list(trials))
         axes.set_xticks(range(world_size), [f"rank {rank}" for rank in range(world_size)])
         axes.xaxis.tick_top()
@@ -95,11 +126,19 @@ def step_times(runs: Mapping[str, Sequence[Sequence[tuple[float, float]]]]) -> F
     Args:
         runs: by the panel's title, for each rank the seconds of computing and of waiting, step by step.
     """
-    medians = {name: [[1e3 * statistics.median(step[part] for step in steps) for part in (0, 1)] for steps in ranks]
-               for name, ranks in runs.items()}
+    medians = {
+        name: [[1e3 * statistics.median(step[part] for step in steps) for part in (0, 1)] for steps in ranks]
+        for name, ranks in runs.items()
+    }
     steps = {name: max(sum(rank) for rank in ranks) for name, ranks in medians.items()}
-    with canvas("A step takes as long as its slowest rank computes", width=7.2, height=2.5,
-                ncols=len(runs), sharey=True, sharex=True) as (figure, panels):
+    with canvas(
+        "A step takes as long as its slowest rank computes",
+        width=7.2,
+        height=2.5,
+        ncols=len(runs),
+        sharey=True,
+        sharex=True,
+    ) as (figure, panels):
         for axes, (name, ranks) in zip(panels, medians.items(), strict=True):
             for rank, (computing, waiting) in enumerate(ranks):
                 axes.barh(rank, computing, color=COLOURS["forward"], label="computing")

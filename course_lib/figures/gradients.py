@@ -17,15 +17,25 @@ def curves(losses: Mapping[str, Sequence[float]], norms: Mapping[str, Sequence[f
     (right, of_right), (wrong, of_wrong) = norms.items()
     apart = max(abs(a - b) for a, b in zip(losses[right], losses[wrong], strict=True))
     times = sum(of_wrong) / sum(of_right)
-    with canvas(f"The losses are {apart:.0e} nats apart, the gradients differ by a factor of {times:.2f}", ncols=2,
-                height=2.9) as (figure, both):
-        for axes, by_run, unit in zip(both, (losses, norms), ("loss, nats per word", "norm of the gradient"),
-                                      strict=True):
-            for run, values, colour, style in zip(by_run, by_run.values(), (COLOURS["right"], COLOURS["wrong"]),
-                                                  ("-", "--"), strict=True):
+    with canvas(
+        f"The losses are {apart:.0e} nats apart, the gradients differ by a factor of {times:.2f}", ncols=2, height=2.9
+    ) as (figure, both):
+        for axes, by_run, unit in zip(
+            both, (losses, norms), ("loss, nats per word", "norm of the gradient"), strict=True
+        ):
+            for run, values, colour, style in zip(
+                by_run, by_run.values(), (COLOURS["right"], COLOURS["wrong"]), ("-", "--"), strict=True
+            ):
                 steps = range(1, len(values) + 1)
-                axes.plot(steps, values, style, color=colour, linewidth=4 if style == "-" else 1.8,
-                          alpha=0.5 if style == "-" else 1, label=run)
+                axes.plot(
+                    steps,
+                    values,
+                    style,
+                    color=colour,
+                    linewidth=4 if style == "-" else 1.8,
+                    alpha=0.5 if style == "-" else 1,
+                    label=run,
+                )
                 if by_run is norms:
                     end_label(axes, len(values), values[-1], run, colour)
             axes.set_xlabel("step")
@@ -48,8 +58,15 @@ def by_setting(apart: Mapping[str, float], seen: float) -> Figure:
             colour = COLOURS["wrong" if value > seen else "neutral"]
             axes.plot(value, row, "o", color=colour, markersize=9, label="difference")
             side, ha = (1, "left") if value > seen else (-1, "right")  # away from the broken line
-            axes.annotate(f"{value:.1g}", (value, row), xytext=(9 * side, 0), textcoords="offset points", va="center",
-                          ha=ha, color=colour)
+            axes.annotate(
+                f"{value:.1g}",
+                (value, row),
+                xytext=(9 * side, 0),
+                textcoords="offset points",
+                va="center",
+                ha=ha,
+                color=colour,
+            )
         axes.axvline(seen, color="black", linestyle="--", linewidth=1.2, label="what a curve shows")
         axes.set_xscale("log")
         axes.set_yticks(range(len(apart)), list(apart))

@@ -44,15 +44,18 @@ def _title(axes: Axes) -> str:
     return " ".join(next((text for text in said if text), "").split())
 
 
-def _table(axes: Axes, columns: Sequence[str], rows: Sequence[Sequence[Any]], most: int = MOST_ROWS,
-           caption: str = "") -> Table:
+def _table(
+    axes: Axes, columns: Sequence[str], rows: Sequence[Sequence[Any]], most: int = MOST_ROWS, caption: str = ""
+) -> Table:
     step = -(-len(rows) // most) or 1
     kept = [row for at, row in enumerate(rows) if at % step == 0 or at == len(rows) - 1]
     thinned = f"one of every {step} rows, and the last" if step > 1 else ""
     caption = caption or _title(axes) or _unit(axes, "y") or _unit(axes, "x")
-    return {"caption": ", ".join(filter(None, [caption, thinned])),
-            "columns": [" ".join(_plain(name).split()) for name in columns],
-            "rows": ["\t".join(map(_short, row)) for row in kept]}
+    return {
+        "caption": ", ".join(filter(None, [caption, thinned])),
+        "columns": [" ".join(_plain(name).split()) for name in columns],
+        "rows": ["\t".join(map(_short, row)) for row in kept],
+    }
 
 
 def _short(value: Any) -> str:
@@ -79,9 +82,14 @@ class _Words(NamedTuple):
 
     def at(self, at: float) -> Any:
         """The name of the place, or the number itself; nothing on an axis without ticks."""
-        return next((text for place, text in self.names.items()
-                     if text and (np.isclose(place, at, rtol=1e-6, atol=0) or abs(place - at) < self.reach)),
-                    at if self.numbered else "")
+        return next(
+            (
+                text
+                for place, text in self.names.items()
+                if text and (np.isclose(place, at, rtol=1e-6, atol=0) or abs(place - at) < self.reach)
+            ),
+            at if self.numbered else "",
+        )
 
 
 def _words(axes: Axes, which: str) -> _Words:
@@ -143,8 +151,11 @@ def _mark(axes: Axes, line: Line2D, words: Mapping[str, _Words]) -> tuple[tuple[
     units = _unit(axes, "x"), _unit(axes, "y")
     x, y = np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float)
     if line.get_transform() is not axes.transData:  # from edge to edge
-        return ((("", units[1]), "everywhere", _short(y[0])) if np.ptp(y) == 0 else
-                (("", units[0]), "everywhere", _short(x[0])))
+        return (
+            (("", units[1]), "everywhere", _short(y[0]))
+            if np.ptp(y) == 0
+            else (("", units[0]), "everywhere", _short(x[0]))
+        )
     if words["y"].rows and np.ptp(y) < 1:
         return units[::-1], words["y"].at(float(y.mean())), _joined(map(words["x"].at, _once(x)))
     if np.ptp(x) < 1 if words["x"].rows else np.ptp(x) == 0:
@@ -172,8 +183,9 @@ def _curves(axes: Axes, lines: Sequence[Line2D], words: Mapping[str, _Words]) ->
         at = dict(zip(_places(line), column, strict=True))
         heights.append(column if len(column) == len(places) else [at.get(x, "") for x in places])
     caption = ": ".join(filter(None, dict.fromkeys([_title(axes), _unit(axes, "y")])))
-    return _table(axes, columns, list(zip((words["x"].at(x) or x for x in places), *heights, strict=True)),
-                  caption=caption)
+    return _table(
+        axes, columns, list(zip((words["x"].at(x) or x for x in places), *heights, strict=True)), caption=caption
+    )
 
 
 def _once(values: np.ndarray) -> Sequence[float]:
@@ -188,8 +200,12 @@ def _joined(values: Iterable[Any]) -> str:
 def _without_empty(axes: Axes, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
     """A table without the columns that say nothing: no word and no number but 0."""
     keep = [any(row[at] for row in rows) or at == len(columns) - 1 for at in range(len(columns))]
-    return _table(axes, [name for name, kept in zip(columns, keep, strict=True) if kept],
-                  [[value for value, kept in zip(row, keep, strict=True) if kept] for row in rows], most=len(rows))
+    return _table(
+        axes,
+        [name for name, kept in zip(columns, keep, strict=True) if kept],
+        [[value for value, kept in zip(row, keep, strict=True) if kept] for row in rows],
+        most=len(rows),
+    )
 
 
 def _colour(patch: Patch) -> str:
@@ -199,8 +215,11 @@ def _colour(patch: Patch) -> str:
 def _legend(axes: Axes) -> dict[str, str]:
     """What a legend, of the axes or of the figure, says of colours."""
     legends = [legend for legend in (axes.get_legend(), *axes.figure.legends) if legend]
-    return {_colour(patch): text.get_text() for legend in legends
-            for patch, text in zip(legend.get_patches(), legend.get_texts(), strict=False)}
+    return {
+        _colour(patch): text.get_text()
+        for legend in legends
+        for patch, text in zip(legend.get_patches(), legend.get_texts(), strict=False)
+    }
 
 
 def _meaning(bar: Rectangle, label: str, legend: Mapping[str, str]) -> str:
@@ -220,8 +239,9 @@ def _bars(axes: Axes) -> Iterator[Table]:
     for container in axes.containers:
         if isinstance(container, BarContainer):
             lies = container.orientation == "horizontal"
-            rows += [_bar(bar, lies, words, _meaning(bar, str(container.get_label()), legend))
-                     for bar in container.patches]
+            rows += [
+                _bar(bar, lies, words, _meaning(bar, str(container.get_label()), legend)) for bar in container.patches
+            ]
     lone = [patch for patch in axes.patches if isinstance(patch, Rectangle) and _said(patch.get_label())]
     rows += [_bar(block, True, words, str(block.get_label())) for block in lone]
     for collection in axes.collections:
@@ -241,8 +261,11 @@ def _bars(axes: Axes) -> Iterator[Table]:
 
 
 def _bar(bar: Rectangle, lies: bool, words: Mapping[str, _Words], of: str) -> tuple[Any, str, float, float]:
-    middle, start, size = ((bar.get_y() + bar.get_height() / 2, bar.get_x(), bar.get_width()) if lies else
-                           (bar.get_x() + bar.get_width() / 2, bar.get_y(), bar.get_height()))
+    middle, start, size = (
+        (bar.get_y() + bar.get_height() / 2, bar.get_x(), bar.get_width())
+        if lies
+        else (bar.get_x() + bar.get_width() / 2, bar.get_y(), bar.get_height())
+    )
     return words["y" if lies else "x"].at(middle), of, start, start + size
 
 
@@ -258,9 +281,12 @@ def _by_lane(rows: Iterable[tuple[Any, str, float, float]]) -> list[tuple[Any, s
 def _points(axes: Axes) -> Iterator[Table]:
     """Points of all collections, but of a drawing without axes."""
     words = {axis: _words(axes, axis) for axis in "xy"}
-    rows = [(_said(collection.get_label()), words["x"].at(x), words["y"].at(y)) for collection in axes.collections
-            if isinstance(collection, PathCollection) and axes.axison
-            for x, y in np.asarray(collection.get_offsets()).tolist()]
+    rows = [
+        (_said(collection.get_label()), words["x"].at(x), words["y"].at(y))
+        for collection in axes.collections
+        if isinstance(collection, PathCollection) and axes.axison
+        for x, y in np.asarray(collection.get_offsets()).tolist()
+    ]
     if rows:
         yield _without_empty(axes, ["of", _unit(axes, "x") or "at", _unit(axes, "y") or "value"], rows)
 
@@ -270,10 +296,13 @@ def _images(axes: Axes) -> Iterator[Table]:
         cells: np.ndarray = np.ma.filled(np.ma.asarray(image.get_array(), float), np.nan)
         if cells.ndim == 2 and cells.shape[1] <= 2 * MOST_COLUMNS:
             columns = [str(_words(axes, "x").at(at)) for at in range(cells.shape[1])]
-            written = {(round(text.get_position()[1]), round(text.get_position()[0])): text.get_text()
-                       for text in axes.texts}
-            rows = [[_words(axes, "y").at(at), *(written.get((at, place), cell) for place, cell in enumerate(row))]
-                    for at, row in enumerate(cells)]
+            written = {
+                (round(text.get_position()[1]), round(text.get_position()[0])): text.get_text() for text in axes.texts
+            }
+            rows = [
+                [_words(axes, "y").at(at), *(written.get((at, place), cell) for place, cell in enumerate(row))]
+                for at, row in enumerate(cells)
+            ]
             both = _unit(axes, "y"), _unit(axes, "x")
             caption = _title(axes) or (f"{both[0]} (rows) by {both[1]} (columns)" if all(both) else "")
             yield _table(axes, [both[0] or "row", *columns], rows, caption=caption)

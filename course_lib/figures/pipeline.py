@@ -44,13 +44,22 @@ def gantt(timelines: Mapping[str, Timeline], title: str, unit: str = "") -> Figu
         title: the finding.
         unit: of the times, for the axis.
     """
-    panels = [_Panel(f"{name}: {float(timeline.bubble):.1%} idle" if name else "", timeline.schedule, timeline.rows,
-                     True, timeline.rows) for name, timeline in timelines.items()]
+    panels = [
+        _Panel(
+            f"{name}: {float(timeline.bubble):.1%} idle" if name else "",
+            timeline.schedule,
+            timeline.rows,
+            True,
+            timeline.rows,
+        )
+        for name, timeline in timelines.items()
+    ]
     return _draw(title, panels, unit)
 
 
-def predicted_and_measured(predicted: Timeline, measured: Rows, title: str, unit: str = "",
-                           how: str = "measured") -> Figure:
+def predicted_and_measured(
+    predicted: Timeline, measured: Rows, title: str, unit: str = "", how: str = "measured"
+) -> Figure:
     """A predicted time line, hatched, above the measured one, solid, on one time axis.
 
     Args:
@@ -63,8 +72,9 @@ def predicted_and_measured(predicted: Timeline, measured: Rows, title: str, unit
     return _draw(title, _pair("", predicted, measured, how), unit)
 
 
-def schedule_after_schedule(runs: Mapping[str, tuple[Timeline, Rows | None]], title: str, unit: str = "",
-                            how: str = "measured") -> Figure:
+def schedule_after_schedule(
+    runs: Mapping[str, tuple[Timeline, Rows | None]], title: str, unit: str = "", how: str = "measured"
+) -> Figure:
     """Several of :func:`predicted_and_measured` under one another, all on one time axis, by the name of the schedule.
 
     Args:
@@ -99,8 +109,15 @@ def every_try(predicted: Mapping[str, float], measured: Mapping[str, Sequence[fl
             axes.plot([min(percent), max(percent)], [row, row], color=SERIES[0], linewidth=1)
             axes.plot(percent, [row] * len(percent), "o", color=SERIES[0], alpha=0.6, markersize=5, label="a try")
             axes.plot(median(percent), row, "|", color="black", markersize=14, markeredgewidth=2, label="median")
-            axes.plot(100 * predicted[name], row, "D", markerfacecolor="none", markeredgecolor=COLOURS["neutral"],
-                      markersize=9, label="predicted")
+            axes.plot(
+                100 * predicted[name],
+                row,
+                "D",
+                markerfacecolor="none",
+                markeredgecolor=COLOURS["neutral"],
+                markersize=9,
+                label="predicted",
+            )
         axes.set_yticks(range(len(measured)), list(measured), fontsize=9)
         axes.set(xlabel="idle (% of all ranks' time)", xlim=(0, None), ylim=(len(measured) - 0.5, -0.5))
         axes.grid(axis="y", visible=False)
@@ -125,15 +142,22 @@ def _draw(title: str, panels: Sequence[_Panel], unit: str) -> Figure:
     end = max(float(row[-1].end) for panel in panels for row in panel.rows)
     heights = [len(panel.rows) + 0.6 for panel in panels]
     height = min(11.0, 0.95 + max(0.13, 0.3 - 0.0025 * ranks) * sum(heights) + 0.15 * len(panels))
-    with canvas(title, width=7.2, height=height, nrows=len(panels), sharex=True, squeeze=False,
-                height_ratios=heights) as (figure, grid):
+    with canvas(
+        title, width=7.2, height=height, nrows=len(panels), sharex=True, squeeze=False, height_ratios=heights
+    ) as (figure, grid):
         for axes, panel in zip(grid[:, 0], panels, strict=True):
             _panel(axes, panel, end)
             axes.set_title(panel.name, fontsize=10)
         grid[-1, 0].set_xlabel(f"time ({unit})" if unit else "time")
         key = _key(panels)
-        figure.legend(handles=key, loc="outside lower center", ncols=6 if len(key) < 6 else 3, fontsize=9,
-                      handlelength=1.2, columnspacing=1.2)
+        figure.legend(
+            handles=key,
+            loc="outside lower center",
+            ncols=6 if len(key) < 6 else 3,
+            fontsize=9,
+            handlelength=1.2,
+            columnspacing=1.2,
+        )
     return figure
 
 
@@ -144,8 +168,12 @@ def _key(panels: Sequence[_Panel]) -> list[Patch]:
         names[B] = "backward, whole or of the input"
         drawn.remove(I)
     pale = all(panel.hatched for panel in panels)
-    handles = [Patch(facecolor=_tint(colour) if pale else colour, edgecolor="black", linewidth=0.6, label=name)
-               for kind, name in names.items() if kind in drawn for colour in [COLOURS[KINDS[kind]]]]
+    handles = [
+        Patch(facecolor=_tint(colour) if pale else colour, edgecolor="black", linewidth=0.6, label=name)
+        for kind, name in names.items()
+        if kind in drawn
+        for colour in [COLOURS[KINDS[kind]]]
+    ]
     if not pale and any(panel.hatched for panel in panels):
         handles.append(Patch(facecolor="white", edgecolor="black", linewidth=0.6, label="pale: predicted"))
     handles.append(Patch(facecolor=COLOURS["idle"], label="idle"))
@@ -158,8 +186,12 @@ def _panel(axes: Axes, panel: _Panel, end: float) -> None:
     """Lanes of one table, the first rank at the top; actions that overlap share the lane's height."""
     inch = 6.1 / end
     schedule, rows, hatched = panel.schedule, panel.rows, panel.hatched
-    numbered = {span.action for row in panel.sizes for span in row
-                if float(span.end - span.start) * inch > NUMBERED * len(str(span.action.microbatch)) + 0.015}
+    numbered = {
+        span.action
+        for row in panel.sizes
+        for span in row
+        if float(span.end - span.start) * inch > NUMBERED * len(str(span.action.microbatch)) + 0.015
+    }
     last = max(float(span.end) for row in rows for span in row)
     for rank, row in enumerate(rows):
         axes.add_patch(Rectangle((0, rank - LANE / 2), last, LANE, facecolor=COLOURS["idle"], linewidth=0))
@@ -169,8 +201,16 @@ def _panel(axes: Axes, panel: _Panel, end: float) -> None:
             sharing = before is not None and before.action in schedule.overlapped and span.start < before.end
             height = LANE / 2 if shared or sharing else LANE
             top = rank - LANE / 2 + (LANE / 2 if sharing else 0)
-            _block(axes, span, top, height, laps[span.action.stage], hatched, inch,
-                   str(span.action.microbatch) if span.action in numbered else "")
+            _block(
+                axes,
+                span,
+                top,
+                height,
+                laps[span.action.stage],
+                hatched,
+                inch,
+                str(span.action.microbatch) if span.action in numbered else "",
+            )
     step = max(1, len(rows) // 8)
     axes.set_yticks(range(0, len(rows), step), [f"rank {rank}" for rank in range(0, len(rows), step)], fontsize=8)
     axes.set(xlim=(-0.003 * end, 1.003 * end), ylim=(len(rows) - 0.5, -0.5))
@@ -179,8 +219,7 @@ def _panel(axes: Axes, panel: _Panel, end: float) -> None:
     axes.spines["left"].set_visible(False)
 
 
-def _block(axes: Axes, span: Span, top: float, height: float, lap: int, hatched: bool, inch: float,
-           label: str) -> None:
+def _block(axes: Axes, span: Span, top: float, height: float, lap: int, hatched: bool, inch: float, label: str) -> None:
     """One action; its foot is as high as the lap of its stage, its number the micro-batch.
 
     A predicted block is tinted, and hatched where no number would be behind the lines.
@@ -189,9 +228,15 @@ def _block(axes: Axes, span: Span, top: float, height: float, lap: int, hatched:
     kind = span.action.kind
     colour = COLOURS[KINDS[kind]]
     wide = width * inch > 0.03
-    block = Rectangle((start, top), width, height, facecolor=_tint(colour) if hatched else colour,
-                      edgecolor="black" if wide else "none", linewidth=0.6 if wide else 0.0,
-                      label=f"{KINDS[kind]}{f', stage {lap + 1} of the rank' if lap else ''} #{span.action.microbatch}")
+    block = Rectangle(
+        (start, top),
+        width,
+        height,
+        facecolor=_tint(colour) if hatched else colour,
+        edgecolor="black" if wide else "none",
+        linewidth=0.6 if wide else 0.0,
+        label=f"{KINDS[kind]}{f', stage {lap + 1} of the rank' if lap else ''} #{span.action.microbatch}",
+    )
     if hatched and wide and not label:
         block.set(hatch="////", hatchcolor=colour, hatch_linewidth=0.7)
     axes.add_patch(block)
@@ -199,16 +244,24 @@ def _block(axes: Axes, span: Span, top: float, height: float, lap: int, hatched:
         foot = 0.12 * lap * height
         axes.add_patch(Rectangle((start, top + height - foot), width, foot, facecolor="black", edgecolor="none"))
     if label:
-        axes.text(start + width / 2, top + 0.47 * height, label, ha="center", va="center_baseline",
-                  fontsize=7.5 if height == LANE else 6, color="black" if hatched else INK[kind])
+        axes.text(
+            start + width / 2,
+            top + 0.47 * height,
+            label,
+            ha="center",
+            va="center_baseline",
+            fontsize=7.5 if height == LANE else 6,
+            color="black" if hatched else INK[kind],
+        )
 
 
 def _tint(colour: str) -> tuple[float, ...]:
     return tuple(0.55 + 0.45 * channel for channel in to_rgb(colour))
 
 
-def bubble_beside_memory(timelines: Mapping[str, Timeline], title: str, limit: Fraction | float | None = None,
-                         unit: str = "activations") -> Figure:
+def bubble_beside_memory(
+    timelines: Mapping[str, Timeline], title: str, limit: Fraction | float | None = None, unit: str = "activations"
+) -> Figure:
     """Idle share and peak memory of several schedules as predicted bars, in the order given; grey is over the limit.
 
     Args:
@@ -224,13 +277,28 @@ def bubble_beside_memory(timelines: Mapping[str, Timeline], title: str, limit: F
             fits = limit is None or held <= limit
             for axes, value, kind in ((idle_axes, idle, "neutral"), (held_axes, held, "activations")):
                 axes.barh(row, value, height=0.62, edgecolor=COLOURS[kind] if fits else "#b5b5b5", **PREDICTED)
-                axes.annotate(f"{value:.3g}", (value, row), xytext=(5, 0), textcoords="offset points", va="center",
-                              fontsize=9, color="black" if fits else "#777777",
-                              bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3})
+                axes.annotate(
+                    f"{value:.3g}",
+                    (value, row),
+                    xytext=(5, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=9,
+                    color="black" if fits else "#777777",
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},
+                )
         if limit is not None:
             held_axes.axvline(float(limit), color=COLOURS["wrong"], linewidth=1.4, label="limit")
-            held_axes.text(float(limit), -0.7, "limit", ha="center", va="bottom", color=COLOURS["wrong"],
-                           fontweight="bold", fontsize=9)
+            held_axes.text(
+                float(limit),
+                -0.7,
+                "limit",
+                ha="center",
+                va="bottom",
+                color=COLOURS["wrong"],
+                fontweight="bold",
+                fontsize=9,
+            )
         idle_axes.set_yticks(range(len(timelines)), list(timelines), fontsize=9)
         idle_axes.set(xlabel="idle (% of all ranks' time)", ylim=(len(timelines) - 0.5, -0.7))
         held_axes.set(xlabel=f"held at most by a rank ({unit})")
@@ -247,8 +315,11 @@ def step_times(candidates: Sequence[ScheduleCandidate]) -> Figure:
     Args:
         found: one schedule with several numbers of micro-batches, in any order; all of them have a time line.
     """
-    points = sorted((candidate.microbatches, float(candidate.timeline.makespan), float(candidate.timeline.bubble))
-                    for candidate in candidates if candidate.timeline)
+    points = sorted(
+        (candidate.microbatches, float(candidate.timeline.makespan), float(candidate.timeline.bubble))
+        for candidate in candidates
+        if candidate.timeline
+    )
     counts, steps, idle = map(list, zip(*points, strict=True))
     best = steps.index(min(steps))
     title = f"The step is shortest with {counts[best]} micro-batches; the bubble goes on shrinking"
@@ -257,8 +328,15 @@ def step_times(candidates: Sequence[ScheduleCandidate]) -> Figure:
         for values, name, colour in ((steps, "step", SERIES[0]), (lost, "idle part of it", COLOURS["neutral"])):
             axes.plot(counts, values, "o--", color=colour, markerfacecolor="white", label=name)
             end_label(axes, counts[-1], values[-1], name, colour)
-        axes.annotate("shortest", (counts[best], steps[best]), xytext=(0, -16), textcoords="offset points", ha="center",
-                      fontsize=9, color=SERIES[0])
+        axes.annotate(
+            "shortest",
+            (counts[best], steps[best]),
+            xytext=(0, -16),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            color=SERIES[0],
+        )
         axes.set(xlabel="micro-batches that the same batch is cut into", ylabel="time (units of work)", ylim=(0, None))
         axes.margins(x=0.08)
     return figure

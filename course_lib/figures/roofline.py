@@ -12,8 +12,14 @@ from course_lib.figures.style import COLOURS, SERIES, canvas
 from course_lib.metering.intervals import united
 from course_lib.metering.roofline import Operator, Peaks
 
-KINDS = {"matmul": COLOURS["backward"], "attention": COLOURS["forward"], "pointwise": COLOURS["gradients"],
-         "reduction": COLOURS["activations"], "optimizer": COLOURS["optimizer"], "move": COLOURS["data"]}
+KINDS = {
+    "matmul": COLOURS["backward"],
+    "attention": COLOURS["forward"],
+    "pointwise": COLOURS["gradients"],
+    "reduction": COLOURS["activations"],
+    "optimizer": COLOURS["optimizer"],
+    "move": COLOURS["data"],
+}
 """Colour of each kind of operator; those of the optimizer are one."""
 
 
@@ -31,24 +37,61 @@ def roofs(operators: Mapping[str, Operator], peaks: Peaks, title: str) -> Figure
         intensity = np.geomspace(0.03, 400, 200)
         axes.plot(intensity, np.minimum(peak, peaks.memory * intensity) / 1e9, color=COLOURS["neutral"])
         axes.axvline(peaks.ridge, color=COLOURS["neutral"], linewidth=0.8, linestyle=":")
-        axes.annotate(f"ridge: {peaks.ridge:.0f} FLOPs per byte", (peaks.ridge, 0.45), xytext=(4, 0),
-                      textcoords="offset points", fontsize=9, color=COLOURS["neutral"])
-        axes.annotate(f"memory, {peaks.memory / 1e9:.0f} GB/s", (0.04, 0.04 * peaks.memory / 1e9), xytext=(-2, 12),
-                      textcoords="offset points", fontsize=9, rotation=37, color=COLOURS["neutral"])
-        axes.annotate(f"matrix products, {peak / 1e9:.0f} GFLOP/s", (400, peak / 1e9), xytext=(0, 5),
-                      textcoords="offset points", ha="right", fontsize=9, color=COLOURS["neutral"])
+        axes.annotate(
+            f"ridge: {peaks.ridge:.0f} FLOPs per byte",
+            (peaks.ridge, 0.45),
+            xytext=(4, 0),
+            textcoords="offset points",
+            fontsize=9,
+            color=COLOURS["neutral"],
+        )
+        axes.annotate(
+            f"memory, {peaks.memory / 1e9:.0f} GB/s",
+            (0.04, 0.04 * peaks.memory / 1e9),
+            xytext=(-2, 12),
+            textcoords="offset points",
+            fontsize=9,
+            rotation=37,
+            color=COLOURS["neutral"],
+        )
+        axes.annotate(
+            f"matrix products, {peak / 1e9:.0f} GFLOP/s",
+            (400, peak / 1e9),
+            xytext=(0, 5),
+            textcoords="offset points",
+            ha="right",
+            fontsize=9,
+            color=COLOURS["neutral"],
+        )
         for name, row in operators.items():
-            axes.scatter(row.intensity, row.rate / 1e9, s=30 + 400 * row.seconds / longest, color=_colour(row),
-                         alpha=0.75, edgecolor="white", label=f"{name}, {1e3 * row.seconds:.3g} ms")
+            axes.scatter(
+                row.intensity,
+                row.rate / 1e9,
+                s=30 + 400 * row.seconds / longest,
+                color=_colour(row),
+                alpha=0.75,
+                edgecolor="white",
+                label=f"{name}, {1e3 * row.seconds:.3g} ms",
+            )
         by_rate = sorted(operators, key=lambda label: operators[label].rate)
         by_memory = [label for label in by_rate if operators[label].intensity < peaks.ridge]
         _callouts(axes, operators, by_memory, 0.5, "left")
         _callouts(axes, operators, [label for label in reversed(by_rate) if label not in by_memory], 32, "right")
-        axes.set(xscale="log", yscale="log", xlim=(0.03, 450), ylim=(0.3, 2 * peak / 1e9),
-                 xlabel="FLOPs per byte", ylabel="GFLOP/s (larger points: they take longer)")
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlim=(0.03, 450),
+            ylim=(0.3, 2 * peak / 1e9),
+            xlabel="FLOPs per byte",
+            ylabel="GFLOP/s (larger points: they take longer)",
+        )
         axes.grid(axis="x")
-    numbers.tell(figure, "The machine", ["memory, GB/s", "matrix products, GFLOP/s", "ridge, FLOPs per byte"],
-                 [(peaks.memory / 1e9, peak / 1e9, peaks.ridge)])
+    numbers.tell(
+        figure,
+        "The machine",
+        ["memory, GB/s", "matrix products, GFLOP/s", "ridge, FLOPs per byte"],
+        [(peaks.memory / 1e9, peak / 1e9, peaks.ridge)],
+    )
     return figure
 
 
@@ -63,10 +106,23 @@ def _callouts(axes: Axes, operators: Mapping[str, Operator], labels: Sequence[st
         row = operators[label]
         rate = row.rate / 1e9
         height = max(rate, step * height) if side == "left" else min(rate, step * height)
-        axes.annotate(label, (row.intensity, rate), xytext=(place, height), ha=side, va="center", fontsize=9,
-                      color=_colour(row), fontweight="bold",
-                      arrowprops={"arrowstyle": "-", "color": _colour(row), "linewidth": 0.7, "shrinkB": 4,
-                                  "relpos": (0 if side == "left" else 1, 0.5)})
+        axes.annotate(
+            label,
+            (row.intensity, rate),
+            xytext=(place, height),
+            ha=side,
+            va="center",
+            fontsize=9,
+            color=_colour(row),
+            fontweight="bold",
+            arrowprops={
+                "arrowstyle": "-",
+                "color": _colour(row),
+                "linewidth": 0.7,
+                "shrinkB": 4,
+                "relpos": (0 if side == "left" else 1, 0.5),
+            },
+        )
 
 
 def shares(by_kind: Mapping[str, Mapping[str, float]], title: str) -> Figure:
@@ -83,8 +139,14 @@ def shares(by_kind: Mapping[str, Mapping[str, float]], title: str) -> Figure:
                 axes.barh(row, 100 * share, left=100 * left, height=0.62, color=KINDS[kind], label=kind)
                 if share > 0.06:
                     dark = kind in ("matmul", "optimizer")
-                    axes.annotate(f"{kind}\n{share:.0%}", (100 * (left + share / 2), row), ha="center", va="center",
-                                  fontsize=7 if share < 0.08 else 8, color="white" if dark else "black")
+                    axes.annotate(
+                        f"{kind}\n{share:.0%}",
+                        (100 * (left + share / 2), row),
+                        ha="center",
+                        va="center",
+                        fontsize=7 if share < 0.08 else 8,
+                        color="white" if dark else "black",
+                    )
                 left += share
         axes.set_yticks(range(len(by_kind)), list(by_kind))
         axes.invert_yaxis()
@@ -103,21 +165,43 @@ def ladder(seconds: Mapping[str, Sequence[float]], held: Mapping[str, int | None
         held: bytes by way; None where they were not counted.
         title: the finding.
     """
-    with canvas(title, width=9, height=0.9 + 0.36 * len(seconds), ncols=2, sharey=True,
-                gridspec_kw={"width_ratios": (3, 2)}) as (figure, (left, right)):
+    with canvas(
+        title, width=9, height=0.9 + 0.36 * len(seconds), ncols=2, sharey=True, gridspec_kw={"width_ratios": (3, 2)}
+    ) as (figure, (left, right)):
         for row, (way, tries) in enumerate(seconds.items()):
             left.barh(row, 1000 * min(tries), height=0.6, color=COLOURS["backward"], alpha=0.85, label="fastest")
-            left.plot([1000 * value for value in tries], [row] * len(tries), "|", color="black", markersize=7,
-                      markeredgewidth=1, label="every try")
-            left.annotate(f"{1000 * min(tries):.0f}", (3, row), va="center", color="white", fontsize=9,
-                          fontweight="bold")
+            left.plot(
+                [1000 * value for value in tries],
+                [row] * len(tries),
+                "|",
+                color="black",
+                markersize=7,
+                markeredgewidth=1,
+                label="every try",
+            )
+            left.annotate(
+                f"{1000 * min(tries):.0f}", (3, row), va="center", color="white", fontsize=9, fontweight="bold"
+            )
             if (size := held[way]) is not None:
                 right.barh(row, size / 2**20, height=0.6, color=COLOURS["activations"], label="held")
-                right.annotate(f"{size / 2**20:.0f}", (size / 2**20, row), xytext=(4, 0), va="center",
-                               textcoords="offset points", fontsize=9)
+                right.annotate(
+                    f"{size / 2**20:.0f}",
+                    (size / 2**20, row),
+                    xytext=(4, 0),
+                    va="center",
+                    textcoords="offset points",
+                    fontsize=9,
+                )
             else:
-                right.annotate("not counted", (0, row), xytext=(4, 0), va="center", textcoords="offset points",
-                               fontsize=9, color=COLOURS["neutral"])
+                right.annotate(
+                    "not counted",
+                    (0, row),
+                    xytext=(4, 0),
+                    va="center",
+                    textcoords="offset points",
+                    fontsize=9,
+                    color=COLOURS["neutral"],
+                )
         left.set_yticks(range(len(seconds)), list(seconds))
         left.invert_yaxis()
         left.set_xlabel("ms per step: the fastest; a stroke for each try")
@@ -148,8 +232,9 @@ def by_tokens(panels: Mapping[str, Mapping[str, Mapping[int, float]]], title: st
     return figure
 
 
-def eight_bits(errors: Mapping[str, Mapping[float, float]], losses: Mapping[str, Sequence[float]],
-               title: str) -> Figure:
+def eight_bits(
+    errors: Mapping[str, Mapping[float, float]], losses: Mapping[str, Sequence[float]], title: str
+) -> Figure:
     """Errors of rounding beside an outlier, and losses of trainings whose products are rounded so.
 
     Args:
@@ -160,16 +245,24 @@ def eight_bits(errors: Mapping[str, Mapping[float, float]], losses: Mapping[str,
     with canvas(title, width=9.5, height=3.5, ncols=2) as (figure, (left, right)):
         for colour, (way, points) in zip(SERIES, errors.items(), strict=False):
             left.plot(list(points), list(points.values()), marker="o", markersize=3, color=colour, label=way)
-        left.set(xscale="log", yscale="log", xlabel="outlier, times as large as the rest",
-                 ylabel="relative error of the rest")
-        _label_ends(left, {way: list(points.values())[-1] for way, points in errors.items()},
-                    max(map(max, errors.values())))
+        left.set(
+            xscale="log",
+            yscale="log",
+            xlabel="outlier, times as large as the rest",
+            ylabel="relative error of the rest",
+        )
+        _label_ends(
+            left, {way: list(points.values())[-1] for way, points in errors.items()}, max(map(max, errors.values()))
+        )
         for colour, (way, values) in zip(SERIES, losses.items(), strict=False):
             smooth = np.convolve(values, np.ones(8) / 8, "valid")
             right.plot(np.arange(len(smooth)) + 8, smooth, color=colour, label=way)
         right.set(xlabel="optimizer step", ylabel="loss, mean of 8 steps", ylim=(None, 4.0))
-        _label_ends(right, {way: float(np.mean(values[-8:])) for way, values in losses.items()},
-                    len(next(iter(losses.values()))))
+        _label_ends(
+            right,
+            {way: float(np.mean(values[-8:])) for way, values in losses.items()},
+            len(next(iter(losses.values()))),
+        )
     return figure
 
 
@@ -181,13 +274,27 @@ def _label_ends(axes: Axes, ends: Mapping[str, float], x: float) -> None:
         height = max(transform((x, ends[way]))[1], below + 15)
         below = height
         colour = SERIES[list(ends).index(way)]
-        axes.annotate(way, (x, axes.transData.inverted().transform((0, height))[1]), xytext=(6, 0), va="center",
-                      textcoords="offset points", color=colour, fontweight="bold", fontsize=9, annotation_clip=False)
+        axes.annotate(
+            way,
+            (x, axes.transData.inverted().transform((0, height))[1]),
+            xytext=(6, 0),
+            va="center",
+            textcoords="offset points",
+            color=colour,
+            fontweight="bold",
+            fontsize=9,
+            annotation_clip=False,
+        )
 
 
 OPERATOR = "an operator"
-IN_LANES = {"data": COLOURS["data"], "forward": COLOURS["forward"], "backward": COLOURS["backward"],
-            "optimizer": COLOURS["optimizer"], OPERATOR: COLOURS["neutral"]}
+IN_LANES = {
+    "data": COLOURS["data"],
+    "forward": COLOURS["forward"],
+    "backward": COLOURS["backward"],
+    "optimizer": COLOURS["optimizer"],
+    OPERATOR: COLOURS["neutral"],
+}
 """Colours of phases and operators; all else is communication."""
 UNSEEN_MS = 0.5
 """Gap between two operators that a lane does not show."""
@@ -202,8 +309,9 @@ def lanes(events: Sequence[Mapping[str, Any]], title: str) -> Figure:
     """
     spans = [event for event in events if event["ph"] == "X"]
     ranks = sorted({event["pid"] for event in spans})
-    _, step, *_ = sorted((event for event in spans if event["cat"] == "step" and event["pid"] == 0),
-                         key=lambda event: event["ts"])
+    _, step, *_ = sorted(
+        (event for event in spans if event["cat"] == "step" and event["pid"] == 0), key=lambda event: event["ts"]
+    )
     begin, end = step["ts"], step["ts"] + step["dur"]
     lanes_ = {"phase": 0, "host": 1, "collective": 2}
     with canvas(title, width=9.5, height=0.8 + 0.95 * len(ranks)) as (figure, axes):
@@ -215,16 +323,31 @@ def lanes(events: Sequence[Mapping[str, Any]], title: str) -> Figure:
                     busy = united([(start, start + duration + UNSEEN_MS) for _, start, duration in drawn])
                     drawn = [(OPERATOR, start, stop - UNSEEN_MS - start) for start, stop in busy]
                 for name in dict.fromkeys(name for name, *_ in drawn):
-                    axes.broken_barh([span for of, *span in drawn if of == name], (4 * rank + lane, 0.85), label=name,
-                                     facecolors=IN_LANES.get(name, COLOURS["communication"]))
+                    axes.broken_barh(
+                        [span for of, *span in drawn if of == name],
+                        (4 * rank + lane, 0.85),
+                        label=name,
+                        facecolors=IN_LANES.get(name, COLOURS["communication"]),
+                    )
                 for e in inside:
                     if cat == "phase" and e["dur"] > 0.06 * (end - begin):
-                        axes.annotate(e["name"], ((e["ts"] - begin + e["dur"] / 2) / 1e3, 4 * rank + 0.45), ha="center",
-                                      va="center", fontsize=8, color="white" if e["name"] != "forward" else "black")
-        axes.set_yticks([4 * rank + lane + 0.45 for rank in ranks for lane in lanes_.values()],
-                        [f"{name}, rank {rank}" for rank in ranks for name in ("phases", "operators", "collectives")])
+                        axes.annotate(
+                            e["name"],
+                            ((e["ts"] - begin + e["dur"] / 2) / 1e3, 4 * rank + 0.45),
+                            ha="center",
+                            va="center",
+                            fontsize=8,
+                            color="white" if e["name"] != "forward" else "black",
+                        )
+        axes.set_yticks(
+            [4 * rank + lane + 0.45 for rank in ranks for lane in lanes_.values()],
+            [f"{name}, rank {rank}" for rank in ranks for name in ("phases", "operators", "collectives")],
+        )
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
-        axes.set(xlim=(0, (end - begin) / 1e3), xlabel="ms from the start of one of the recorded steps, all ranks on "
-                 "one clock\n(grey phase: data, green: optimizer, dark grey: operators, orange: collectives)")
+        axes.set(
+            xlim=(0, (end - begin) / 1e3),
+            xlabel="ms from the start of one of the recorded steps, all ranks on "
+            "one clock\n(grey phase: data, green: optimizer, dark grey: operators, orange: collectives)",
+        )
     return figure

@@ -21,14 +21,23 @@ def compare_curves(metrics: pd.DataFrame, names: Sequence[str]) -> Figure:
     chosen = metrics[metrics["metric"].isin(names)]
     runs = list(dict.fromkeys(zip(chosen["run"], chosen["name"], strict=True)))
     count = f"{len(runs)} run" + "s" * (len(runs) != 1)
-    with canvas(f"{count} by optimizer step", width=3.6 * len(names) + 1.2, height=3.2, ncols=len(names),
-                squeeze=False) as (figure, axes):
+    with canvas(
+        f"{count} by optimizer step", width=3.6 * len(names) + 1.2, height=3.2, ncols=len(names), squeeze=False
+    ) as (figure, axes):
         for panel, metric in zip(axes[0], names, strict=True):
             for number, (run, name) in enumerate(runs):
                 curve = chosen[(chosen["run"] == run) & (chosen["metric"] == metric)].sort_values("step", kind="stable")
                 # One point of a curve is no line, so each is marked.
-                panel.plot(curve["step"], curve["value"], marker="o", markersize=3, linewidth=1.6, label=name,
-                           color=SERIES[number % len(SERIES)], linestyle=("-", "--", ":")[number // len(SERIES) % 3])
+                panel.plot(
+                    curve["step"],
+                    curve["value"],
+                    marker="o",
+                    markersize=3,
+                    linewidth=1.6,
+                    label=name,
+                    color=SERIES[number % len(SERIES)],
+                    linestyle=("-", "--", ":")[number // len(SERIES) % 3],
+                )
             panel.set(xlabel="optimizer step", ylabel=metric)
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper")
@@ -50,8 +59,12 @@ def compare_results(runs: pd.DataFrame, metric: str) -> Figure:
     finding = f"{best['name']} has the best {metric}" if equal == 1 else f"{equal} runs share the best {metric}"
     with canvas(f"{finding}: {best[metric]:.4g}", height=1.1 + 0.32 * len(known)) as (figure, axes):
         axes.hlines(places, known[metric].min(), known[metric], color=COLOURS["idle"])
-        axes.scatter(known[metric], places, zorder=3,
-                     color=[COLOURS["neutral"]] * (len(known) - equal) + [COLOURS["right"]] * equal)
+        axes.scatter(
+            known[metric],
+            places,
+            zorder=3,
+            color=[COLOURS["neutral"]] * (len(known) - equal) + [COLOURS["right"]] * equal,
+        )
         axes.set_yticks(places, known["name"])
         axes.set(xlabel=metric)
         axes.grid(axis="x")
@@ -100,16 +113,24 @@ def compare_seeds(losses: pd.DataFrame, constant: float, name: str) -> Figure:
     """
     means, spread = losses.mean(), losses.std()
     better = losses.max().max() < constant
-    title = (f"Settings are {np.ptp(means):.2g} nats apart; seeds spread by {spread.min():.2g} to {spread.max():.2g}, "
-             f"and {'all runs beat' if better else 'not all beat'} a constant")
+    title = (
+        f"Settings are {np.ptp(means):.2g} nats apart; seeds spread by {spread.min():.2g} to {spread.max():.2g}, "
+        f"and {'all runs beat' if better else 'not all beat'} a constant"
+    )
     with canvas(title, width=6.6, height=3.2) as (figure, axes):
         axes.axhline(constant, color=COLOURS["wrong"], linestyle="--", linewidth=1.4, label="a constant")
         for place, (setting, colour) in enumerate(zip(losses, SERIES, strict=False)):
-            axes.plot([place] * len(losses), losses[setting], "o", color=colour, alpha=0.7, markersize=7,
-                      label="every seed")
+            axes.plot(
+                [place] * len(losses), losses[setting], "o", color=colour, alpha=0.7, markersize=7, label="every seed"
+            )
             axes.plot([place - 0.18, place + 0.18], [means[setting]] * 2, color=colour, label="mean")
-            axes.annotate(f"mean {means[setting]:.3f}", (place + 0.18, means[setting]), xytext=(5, 0),
-                          textcoords="offset points", va="center")
+            axes.annotate(
+                f"mean {means[setting]:.3f}",
+                (place + 0.18, means[setting]),
+                xytext=(5, 0),
+                textcoords="offset points",
+                va="center",
+            )
         end_label(axes, len(means) - 0.4, constant, "a constant", COLOURS["wrong"])
         axes.set_xticks(range(len(means)), [f"{name} {setting:g}" for setting in losses])
         axes.set(xlim=(-0.5, len(means) - 0.4), ylabel="test loss (nats)")
@@ -125,8 +146,14 @@ def confusion(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> Figure:
     with canvas(title, width=4.8, height=3.4) as (figure, axes):
         axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
         for (row, column), count in np.ndenumerate(matrix):
-            axes.text(column, row, str(count), ha="center", va="center",
-                      color="white" if shares[row, column] > 0.5 else "black")
+            axes.text(
+                column,
+                row,
+                str(count),
+                ha="center",
+                va="center",
+                color="white" if shares[row, column] > 0.5 else "black",
+            )
         axes.set_xticks(range(len(labels)), labels)
         axes.set_yticks(range(len(labels)), labels)
         axes.set(xlabel="predicted", ylabel="actual")

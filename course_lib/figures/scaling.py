@@ -14,18 +14,37 @@ def scaling(points: pd.DataFrame) -> Figure:
         points: as ``training.scaling.frame`` gives it.
     """
     counts, first, last = points["processes"], points.iloc[0], points.iloc[-1]
-    title = (f"{last['processes']:.0f} processes do {last['speed_up']:.2f} times the work of {first['processes']:.0f}: "
-             f"{last['efficiency']:.0%} efficient")
+    title = (
+        f"{last['processes']:.0f} processes do {last['speed_up']:.2f} times the work of {first['processes']:.0f}: "
+        f"{last['efficiency']:.0%} efficient"
+    )
     with canvas(title, width=7.6, height=3.2, ncols=2) as (figure, (rate, time)):
-        rate.plot(counts, first["samples_per_second"] * counts / first["processes"], "--", color=COLOURS["neutral"],
-                  linewidth=1.2, label="perfect")
+        rate.plot(
+            counts,
+            first["samples_per_second"] * counts / first["processes"],
+            "--",
+            color=COLOURS["neutral"],
+            linewidth=1.2,
+            label="perfect",
+        )
         rate.plot(counts, points["samples_per_second"], "o-", color=COLOURS["right"], label="measured")
         for _, point in points.iterrows():
-            rate.annotate(f"{point['efficiency']:.0%}", (point["processes"], point["samples_per_second"]),
-                          xytext=(0, -13), textcoords="offset points", ha="center", color=COLOURS["right"])
-        rate.annotate("perfect", (last["processes"], first["samples_per_second"] * last["processes"]
-                                  / first["processes"]), xytext=(-4, 0), textcoords="offset points", ha="right",
-                      color=COLOURS["neutral"])
+            rate.annotate(
+                f"{point['efficiency']:.0%}",
+                (point["processes"], point["samples_per_second"]),
+                xytext=(0, -13),
+                textcoords="offset points",
+                ha="center",
+                color=COLOURS["right"],
+            )
+        rate.annotate(
+            "perfect",
+            (last["processes"], first["samples_per_second"] * last["processes"] / first["processes"]),
+            xytext=(-4, 0),
+            textcoords="offset points",
+            ha="right",
+            color=COLOURS["neutral"],
+        )
         rate.set(ylabel="samples per second", ylim=(0, None))
         time.plot(counts, points["step_ms"], "o-", color=COLOURS["right"], label="measured")
         time.set(ylabel="ms per step", ylim=(0, None))

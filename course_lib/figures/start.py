@@ -33,13 +33,16 @@ def capabilities(findings: Mapping[str, tuple[str, str, str]]) -> Figure:
         findings: state (`ok`, `slow` or `cannot`), detail and advice, by the name of the check.
     """
     names = {state: [name for name, finding in findings.items() if finding[0] == state] for state in STATES}
-    counts = ", ".join(f"{len(names[state])} {word}"
-                       for state, word in zip(STATES, ("run well", "slowly", "not at all"), strict=True))
+    counts = ", ".join(
+        f"{len(names[state])} {word}" for state, word in zip(STATES, ("run well", "slowly", "not at all"), strict=True)
+    )
     remarks = {name: _remark(detail, advice) for name, (state, detail, advice) in findings.items() if state != "ok"}
     grid_rows = -(-len(names["ok"]) // COLUMNS)
     total = 1.7 * grid_rows + sum(remark.count("\n") + 1.9 for remark in remarks.values())
-    with canvas(f"Of {len(findings)} things on this machine: {counts}",
-                height=0.55 + LINE_HEIGHT * total) as (figure, axes):
+    with canvas(f"Of {len(findings)} things on this machine: {counts}", height=0.55 + LINE_HEIGHT * total) as (
+        figure,
+        axes,
+    ):
         axes.set(xlim=(0, 7), ylim=(total, 0))
         axes.axis("off")
         for i, name in enumerate(names["ok"]):
@@ -50,13 +53,18 @@ def capabilities(findings: Mapping[str, tuple[str, str, str]]) -> Figure:
             for name in names[state]:
                 height = remarks[name].count("\n") + 1.9
                 axes.axhline(top, color="#e3e3e3", linewidth=0.8)
-                axes.text(0, top + height / 2, state, va="center", fontsize=9, fontweight="bold",
-                          color=STATES[state]["color"])
+                axes.text(
+                    0, top + height / 2, state, va="center", fontsize=9, fontweight="bold", color=STATES[state]["color"]
+                )
                 _item(axes, 0.8, top + height / 2, name, state)
                 axes.text(2.35, top + height / 2, remarks[name], va="center", fontsize=7.5, linespacing=1.25)
                 top += height
-    numbers.tell(figure, "What this machine can run", ["check", "state", "found", "what to do"],
-                 [(name, *finding) for name, finding in findings.items()])
+    numbers.tell(
+        figure,
+        "What this machine can run",
+        ["check", "state", "found", "what to do"],
+        [(name, *finding) for name, finding in findings.items()],
+    )
     return figure
 
 
@@ -79,8 +87,10 @@ def start_times(predicted: Mapping[int, float], measured: Mapping[int, Sequence[
         measured: seconds of each repeat, by number of processes.
     """
     most = max(measured)
-    title = (f"{most} process{'es' * (most > 1)} start in {median(measured[most]):.2f} s; fresh interpreters would "
-             f"take {predicted[most]:.1f} s")
+    title = (
+        f"{most} process{'es' * (most > 1)} start in {median(measured[most]):.2f} s; fresh interpreters would "
+        f"take {predicted[most]:.1f} s"
+    )
     with canvas(title, height=2.9) as (figure, axes):
         for place, (count, seconds) in enumerate(measured.items()):
             _pair(axes, place, predicted[count], seconds, COLOURS["communication"], "{:.2f} s")
@@ -99,8 +109,10 @@ def throughput(predicted: float, measured: Mapping[str, Sequence[float]]) -> Fig
     names = {setting: setting.split("\n")[0] for setting in measured}
     first, *_, last = measured
     base = median(measured[first])
-    title = (f"{names[last]}: {median(measured[last]) / base:.2f} times the speed of {names[first]}, "
-             f"predicted {predicted / base:.0f}")
+    title = (
+        f"{names[last]}: {median(measured[last]) / base:.2f} times the speed of {names[first]}, "
+        f"predicted {predicted / base:.0f}"
+    )
     with canvas(title, height=2.9) as (figure, axes):
         for place, (setting, rates) in enumerate(measured.items()):
             _pair(axes, place, predicted if setting == last else None, rates, COLOURS["forward"], "{:.0f}")
@@ -109,19 +121,28 @@ def throughput(predicted: float, measured: Mapping[str, Sequence[float]]) -> Fig
     return figure
 
 
-def _pair(axes: Axes, place: float, predicted: float | None, measured: Sequence[float], colour: str,
-          number: str) -> None:
+def _pair(
+    axes: Axes, place: float, predicted: float | None, measured: Sequence[float], colour: str, number: str
+) -> None:
     """A hollow bar for a prediction, a solid one for the median of the measurements, and a dot for each of them."""
     apart = 0.0 if predicted is None else 0.2
     bars: list[tuple[float, float, float, str, dict[str, Any]]] = [
-        (place + apart, median(measured), max(measured), "measured", {"color": colour})]
+        (place + apart, median(measured), max(measured), "measured", {"color": colour})
+    ]
     if predicted is not None:
         bars.append((place - apart, predicted, predicted, "predicted", {**PREDICTED, "edgecolor": colour}))
     for x, height, top, name, look in bars:
         axes.bar(x, height, 0.36, label=name, **look)
-        axes.annotate(f"{name}\n{number.format(height)}", (x, top), xytext=(0, 5), textcoords="offset points",
-                      ha="center", fontsize=8.5)
+        axes.annotate(
+            f"{name}\n{number.format(height)}",
+            (x, top),
+            xytext=(0, 5),
+            textcoords="offset points",
+            ha="center",
+            fontsize=8.5,
+        )
     if len(measured) > 1:
-        axes.plot([place + apart] * len(measured), measured, "o", color="black", markersize=3, alpha=0.7,
-                  label="every try")
+        axes.plot(
+            [place + apart] * len(measured), measured, "o", color="black", markersize=3, alpha=0.7, label="every try"
+        )
     axes.margins(y=0.2)

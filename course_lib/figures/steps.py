@@ -33,8 +33,9 @@ def memory_over_steps(moments: Sequence[Moment]) -> Figure:
             for height in (*held, total):
                 height[after - 1] = height[after]
     steps = [i for i in begins if moments[i].phase == "forward"]
-    peaks = [start + int(total[start:end].argmax())
-             for start, end in zip(steps, [*steps[1:], len(moments)], strict=True)]
+    peaks = [
+        start + int(total[start:end].argmax()) for start, end in zip(steps, [*steps[1:], len(moments)], strict=True)
+    ]
     title = "Held at most: " + ", ".join(f"{total[peak]:.0f} MB in step {i}" for i, peak in enumerate(peaks, start=1))
     with canvas(title, width=7.0, height=3.3) as (figure, axes):
         axes.stackplot(seconds, *held, colors=[COLOURS[kind] for kind in KINDS], step="post", linewidth=0)
@@ -48,25 +49,56 @@ def memory_over_steps(moments: Sequence[Moment]) -> Figure:
             axes.axvline(seconds[begin], color=COLOURS["neutral"], linewidth=0.8, linestyle=":")
             narrow = seconds[end] - seconds[begin] < 0.09 * seconds[-1]
             name = PHASE_NAMES.get(moments[begin].phase, moments[begin].phase)
-            axes.text((seconds[begin] + seconds[end]) / 2, top, name, ha="center", va="top", fontsize=8,
-                      color=COLOURS["neutral"], rotation=90 if narrow else 0)
+            axes.text(
+                (seconds[begin] + seconds[end]) / 2,
+                top,
+                name,
+                ha="center",
+                va="top",
+                fontsize=8,
+                color=COLOURS["neutral"],
+                rotation=90 if narrow else 0,
+            )
         for peak in peaks:
-            axes.plot(seconds[peak], total[peak], "o", color="black", markersize=6, markeredgecolor="white", zorder=5,
-                      clip_on=False)
+            axes.plot(
+                seconds[peak],
+                total[peak],
+                "o",
+                color="black",
+                markersize=6,
+                markeredgecolor="white",
+                zorder=5,
+                clip_on=False,
+            )
             beside = moments[peak].phase == "optimizer"  # to its left the gradients' name may be
-            axes.annotate(f"{total[peak]:.0f} MB", (seconds[peak], total[peak]), xytext=(4 if beside else -7, 4),
-                          ha="left" if beside else "right", va="bottom", textcoords="offset points",
-                          fontweight="bold", fontsize=9)
-    highest = [begin + int(total[begin:end].argmax())
-               for begin, end in zip(begins, [*begins[1:], len(moments)], strict=True)]
-    numbers.tell(figure, "MB held when each phase holds the most", ["phase", "seconds", *KINDS, "all"],
-                 [(PHASE_NAMES.get(moments[at].phase, moments[at].phase), seconds[at], *(of[at] for of in held),
-                   total[at]) for at in highest])
+            axes.annotate(
+                f"{total[peak]:.0f} MB",
+                (seconds[peak], total[peak]),
+                xytext=(4 if beside else -7, 4),
+                ha="left" if beside else "right",
+                va="bottom",
+                textcoords="offset points",
+                fontweight="bold",
+                fontsize=9,
+            )
+    highest = [
+        begin + int(total[begin:end].argmax()) for begin, end in zip(begins, [*begins[1:], len(moments)], strict=True)
+    ]
+    numbers.tell(
+        figure,
+        "MB held when each phase holds the most",
+        ["phase", "seconds", *KINDS, "all"],
+        [
+            (PHASE_NAMES.get(moments[at].phase, moments[at].phase), seconds[at], *(of[at] for of in held), total[at])
+            for at in highest
+        ],
+    )
     return figure
 
 
-def _name_area(axes: Axes, seconds: np.ndarray, base: np.ndarray, height: np.ndarray, total: np.ndarray,
-               name: str) -> None:
+def _name_area(
+    axes: Axes, seconds: np.ndarray, base: np.ndarray, height: np.ndarray, total: np.ndarray, name: str
+) -> None:
     """Write an area's name into its tallest part, or above it where that is too narrow."""
     tall = np.flatnonzero(height >= 0.6 * height.max())
     parts = np.split(tall, np.flatnonzero(np.diff(tall) > 1) + 1)
@@ -78,8 +110,16 @@ def _name_area(axes: Axes, seconds: np.ndarray, base: np.ndarray, height: np.nda
         axes.text(x, base[held] + height[held] / 2, name, ha="center", va="center", color="white", fontweight="bold")
     else:
         under = (seconds >= left - 0.2 * seconds[-1]) & (seconds <= left)
-        axes.annotate(name, (left, total[under].max()), xytext=(-4, 2), textcoords="offset points", ha="right",
-                      va="bottom", color=COLOURS[name], fontweight="bold")
+        axes.annotate(
+            name,
+            (left, total[under].max()),
+            xytext=(-4, 2),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            color=COLOURS[name],
+            fontweight="bold",
+        )
 
 
 def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float]) -> Figure:
@@ -96,10 +136,17 @@ def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float])
             axes.barh(row, ms, height=0.42, color=COLOURS[phase], label="measured")
             axes.text(ms, row, f" {_milliseconds(ms)}", va="center")
             if phase in predicted:
-                axes.barh(row + 0.4, predicted[phase], height=0.22, edgecolor=COLOURS[phase], label="predicted",
-                          **PREDICTED)
-                axes.text(predicted[phase], row + 0.42, f"   predicted {_milliseconds(predicted[phase])}", va="center",
-                          color=COLOURS["neutral"], fontsize=9)
+                axes.barh(
+                    row + 0.4, predicted[phase], height=0.22, edgecolor=COLOURS[phase], label="predicted", **PREDICTED
+                )
+                axes.text(
+                    predicted[phase],
+                    row + 0.42,
+                    f"   predicted {_milliseconds(predicted[phase])}",
+                    va="center",
+                    color=COLOURS["neutral"],
+                    fontsize=9,
+                )
         axes.set_yticks(range(len(measured)), list(measured))
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
@@ -136,24 +183,34 @@ def padding_grids(lengths: np.ndarray, orders: Mapping[str, Sequence[np.ndarray]
         *_, last = orders.values()
         _write_into_widest(panels[0], lengths, next(iter(orders.values())), "padding", COLOURS["neutral"], right=True)
         _write_into_widest(panels[-1], lengths, last, "tokens", "white", right=False)
-    numbers.tell(figure, "Batches, as they are padded", ["order", "batch", "rows", "longest row (tokens)", "padding"],
-                 [(name, str(i), len(rows), lengths[rows].max(), f"{padding_share(lengths, [rows]):.0%}")
-                  for name, batches in orders.items() for i, rows in enumerate(batches)])
+    numbers.tell(
+        figure,
+        "Batches, as they are padded",
+        ["order", "batch", "rows", "longest row (tokens)", "padding"],
+        [
+            (name, str(i), len(rows), lengths[rows].max(), f"{padding_share(lengths, [rows]):.0%}")
+            for name, batches in orders.items()
+            for i, rows in enumerate(batches)
+        ],
+    )
     return figure
 
 
-def _write_into_widest(axes: Axes, lengths: np.ndarray, batches: Sequence[np.ndarray], text: str, colour: str,
-                       right: bool) -> None:
+def _write_into_widest(
+    axes: Axes, lengths: np.ndarray, batches: Sequence[np.ndarray], text: str, colour: str, right: bool
+) -> None:
     """Write into the batch that takes the most tokens, at its right or left end."""
     widest = int(np.argmax([lengths[rows].max() for rows in batches]))
     middle = sum(map(len, batches[:widest])) + (len(batches[widest]) - 1) / 2
     x = lengths[batches[widest]].max() - 1.5 if right else 0.5
-    axes.text(x, middle, text, ha="right" if right else "left", va="center", color=colour, fontsize=8,
-              fontweight="bold")
+    axes.text(
+        x, middle, text, ha="right" if right else "left", va="center", color=colour, fontsize=8, fontweight="bold"
+    )
 
 
-def resumed_losses(whole: Sequence[float], resumed: Mapping[int, float], wrong: Mapping[int, float],
-                   wrong_name: str) -> Figure:
+def resumed_losses(
+    whole: Sequence[float], resumed: Mapping[int, float], wrong: Mapping[int, float], wrong_name: str
+) -> Figure:
     """The losses of a run, and of the same run stopped and resumed.
 
     Args:
@@ -163,19 +220,49 @@ def resumed_losses(whole: Sequence[float], resumed: Mapping[int, float], wrong: 
         wrong_name: which part.
     """
     apart = max(abs(whole[step - 1] - loss) for step, loss in resumed.items())
-    title = (f"The resumed run repeats all {len(resumed)} losses to the bit" if apart == 0
-             else f"The resumed run differs by up to {apart:.1e}")
+    title = (
+        f"The resumed run repeats all {len(resumed)} losses to the bit"
+        if apart == 0
+        else f"The resumed run differs by up to {apart:.1e}"
+    )
     with canvas(title, width=6.4, height=2.6) as (figure, axes):
-        axes.plot(range(1, len(whole) + 1), whole, color=COLOURS["idle"], linewidth=7, solid_capstyle="round",
-                  label="the whole run")
-        axes.plot(list(wrong), list(wrong.values()), "o--", color=COLOURS["wrong"], markersize=4, linewidth=1.2,
-                  label=wrong_name)
-        axes.plot(list(resumed), list(resumed.values()), "o-", color=COLOURS["right"], markersize=4, linewidth=1.2,
-                  label="resumed")
+        axes.plot(
+            range(1, len(whole) + 1),
+            whole,
+            color=COLOURS["idle"],
+            linewidth=7,
+            solid_capstyle="round",
+            label="the whole run",
+        )
+        axes.plot(
+            list(wrong),
+            list(wrong.values()),
+            "o--",
+            color=COLOURS["wrong"],
+            markersize=4,
+            linewidth=1.2,
+            label=wrong_name,
+        )
+        axes.plot(
+            list(resumed),
+            list(resumed.values()),
+            "o-",
+            color=COLOURS["right"],
+            markersize=4,
+            linewidth=1.2,
+            label="resumed",
+        )
         axes.axvline(min(resumed) - 0.5, color=COLOURS["neutral"], linestyle=":", linewidth=1)
         axes.text(min(resumed) - 0.6, min(whole), "stopped here ", ha="right", va="bottom", color=COLOURS["neutral"])
-        axes.annotate("the whole run", (1, max(whole[:4])), xytext=(0, 8), textcoords="offset points", va="bottom",
-                      color=COLOURS["neutral"], fontweight="bold")
+        axes.annotate(
+            "the whole run",
+            (1, max(whole[:4])),
+            xytext=(0, 8),
+            textcoords="offset points",
+            va="bottom",
+            color=COLOURS["neutral"],
+            fontweight="bold",
+        )
         axes.margins(y=0.22)  # room for that name
         end_label(axes, max(resumed), resumed[max(resumed)], "resumed", COLOURS["right"])
         end_label(axes, max(wrong), wrong[max(wrong)], wrong_name, COLOURS["wrong"])

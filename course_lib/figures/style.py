@@ -36,11 +36,24 @@ SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 PREDICTED: dict[str, Any] = {"fill": False, "hatch": "////", "linewidth": 1.2}
 
 _RC = {
-    "figure.dpi": 110, "savefig.dpi": 110, "figure.facecolor": "white", "axes.facecolor": "white",
-    "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y",
-    "grid.color": "#e3e3e3", "axes.axisbelow": True, "lines.linewidth": 2, "legend.frameon": False,
-    "svg.fonttype": "none", "svg.hashsalt": "course",
+    "figure.dpi": 110,
+    "savefig.dpi": 110,
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": "#e3e3e3",
+    "axes.axisbelow": True,
+    "lines.linewidth": 2,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "course",
 }
 
 
@@ -81,5 +94,13 @@ def canvas(title: str, width: float = 7.0, height: float = 3.4, **subplots: Any)
 
 def end_label(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
     """Name a line at its right end rather than in a legend."""
-    axes.annotate(text, (x, y), xytext=(6, 0), textcoords="offset points", va="center", color=colour,
-                  fontweight="bold", annotation_clip=False)
+    axes.annotate(
+        text,
+        (x, y),
+        xytext=(6, 0),
+        textcoords="offset points",
+        va="center",
+        color=colour,
+        fontweight="bold",
+        annotation_clip=False,
+    )

@@ -33,11 +33,14 @@ def sent_and_held(sent: Mapping[str, int], held: Mapping[str, int], predicted: M
     plain, sequence = list(held)[-2:]
     saved = 1 - held[sequence] / held[plain]
     more = sent[sequence] / sent[plain] - 1
-    with canvas(f"Sequence parallelism: {more:+.0%} bytes sent, {-saved:.0%} activations held", ncols=2,
-                height=2.9, sharey=True) as (figure, (left, right)):
+    with canvas(
+        f"Sequence parallelism: {more:+.0%} bytes sent, {-saved:.0%} activations held", ncols=2, height=2.9, sharey=True
+    ) as (figure, (left, right)):
         for row, name in enumerate(held):
-            for axes, value, colour in ((left, sent[name] / KB, COLOURS["communication"]),
-                                        (right, held[name] / MB, COLOURS["activations"])):
+            for axes, value, colour in (
+                (left, sent[name] / KB, COLOURS["communication"]),
+                (right, held[name] / MB, COLOURS["activations"]),
+            ):
                 axes.barh(row, value, height=0.55, color=colour, label="measured")
                 axes.annotate(f"{value:.3g}", (value, row), xytext=(5, 0), textcoords="offset points", va="center")
             if name in predicted:
@@ -63,8 +66,13 @@ def bytes_by_axis(grid: RankGrid, sent: Mapping[str, int], predicted: Mapping[st
     """
     most = max(sent, key=lambda axis: sent[axis])
     others = sum(sent.values()) - sent[most]
-    with canvas(f"The {most} axis sends {sent[most] / others:.1f} times what the others send together", ncols=2,
-                width=7.4, height=3.5, width_ratios=(3, 2)) as (figure, (left, right)):
+    with canvas(
+        f"The {most} axis sends {sent[most] / others:.1f} times what the others send together",
+        ncols=2,
+        width=7.4,
+        height=3.5,
+        width_ratios=(3, 2),
+    ) as (figure, (left, right)):
         _links(left, grid, sent)
         for row, axis in enumerate(AXES):
             value = sent[axis] / KB
@@ -78,16 +86,23 @@ def bytes_by_axis(grid: RankGrid, sent: Mapping[str, int], predicted: Mapping[st
         right.grid(axis="x")
         right.set_xlabel("kB sent by rank 0 in a step\n(broken line: predicted)")
     links = {axis: [f"{a}–{b}" for line in grid.lines(axis) for a, b in pairwise(line)] for axis in AXES}
-    numbers.tell(figure, "Links between ranks", ["axis: what it carries", "ranks"],
-                 [(CARRIES[axis], ", ".join(links[axis])) for axis in AXES])
+    numbers.tell(
+        figure,
+        "Links between ranks",
+        ["axis: what it carries", "ranks"],
+        [(CARRIES[axis], ", ".join(links[axis])) for axis in AXES],
+    )
     return figure
 
 
 def _links(axes: Axes, grid: RankGrid, sent: Mapping[str, int]) -> None:
     """Copies side by side, stages from left to right in each, tensor-parallel ranks one below the other."""
     step = grid.pp + 0.9
-    places = {rank: (place.dp * step + place.pp, -1.5 * place.tp)
-              for rank in range(grid.world_size) for place in [grid.coordinates(rank)]}
+    places = {
+        rank: (place.dp * step + place.pp, -1.5 * place.tp)
+        for rank in range(grid.world_size)
+        for place in [grid.coordinates(rank)]
+    }
     width = {axis: 2 + 9 * sent[axis] / max(sent.values()) for axis in AXES}
     for axis in ("dp", "pp", "tp"):
         for line in grid.lines(axis):
@@ -95,9 +110,20 @@ def _links(axes: Axes, grid: RankGrid, sent: Mapping[str, int]) -> None:
                 (x, y), (to_x, to_y) = places[here], places[there]
                 bend = 0.18 if grid.coordinates(here).tp else -0.18
                 arc = f"arc3,rad={bend}" if axis == "dp" else "arc3"
-                axes.annotate("", (to_x, to_y), (x, y), arrowprops={
-                    "arrowstyle": "-", "color": AXIS_COLOURS[axis], "linewidth": width[axis], "connectionstyle": arc,
-                    "shrinkA": 0, "shrinkB": 0}, zorder=1)
+                axes.annotate(
+                    "",
+                    (to_x, to_y),
+                    (x, y),
+                    arrowprops={
+                        "arrowstyle": "-",
+                        "color": AXIS_COLOURS[axis],
+                        "linewidth": width[axis],
+                        "connectionstyle": arc,
+                        "shrinkA": 0,
+                        "shrinkB": 0,
+                    },
+                    zorder=1,
+                )
     for rank, (x, y) in places.items():
         axes.scatter(x, y, s=330, color="white", edgecolor="black", linewidth=1.2, zorder=3)
         axes.text(x, y, str(rank), ha="center", va="center", zorder=4, fontweight="bold")
@@ -121,13 +147,23 @@ def orders(steps: Mapping[str, Mapping[str, float]], half: Mapping[str, Mapping[
     totals = [sum(parts.values()) for parts in rows.values()]
     best, *_, worst, with_half = totals
     finding = "slower" if worst > with_half else "quicker"
-    with canvas(f"The worst order takes {worst / best:.1f} times as long as the best, and is {finding} than "
-                "half the GPUs", height=3.9) as (figure, axes):
+    with canvas(
+        f"The worst order takes {worst / best:.1f} times as long as the best, and is {finding} than half the GPUs",
+        height=3.9,
+    ) as (figure, axes):
         for row, parts in enumerate(rows.values()):
             left = 0.0
             for part, colour in PARTS.items():
-                axes.barh(row, parts[part], left=left, height=0.66, facecolor=colour, edgecolor="white", linewidth=0.5,
-                          label=part)
+                axes.barh(
+                    row,
+                    parts[part],
+                    left=left,
+                    height=0.66,
+                    facecolor=colour,
+                    edgecolor="white",
+                    linewidth=0.5,
+                    label=part,
+                )
                 left += parts[part]
             axes.annotate(f"{left:.1f} s", (left, row), xytext=(5, 0), textcoords="offset points", va="center")
         _name_parts(axes, rows.values())
@@ -149,5 +185,14 @@ def _name_parts(axes: Axes, rows: Collection[Mapping[str, float]]) -> None:
     if hidden:
         handles.append(Patch(alpha=0))
         names.append(f"{', '.join(hidden)}: too short to be seen")
-    axes.legend(handles, names, ncols=len(names), loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2,
-                handlelength=1.0, columnspacing=1.4, fontsize=9)
+    axes.legend(
+        handles,
+        names,
+        ncols=len(names),
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        borderaxespad=0.2,
+        handlelength=1.0,
+        columnspacing=1.4,
+        fontsize=9,
+    )

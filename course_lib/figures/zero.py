@@ -22,15 +22,17 @@ def memory(measured: Bill, predicted: Bill, elements: int) -> Figure:
     stages, sizes = (sorted({key[i] for key in measured}) for i in (0, 1))
     worst = max(abs(held[kind] / predicted[key][kind] - 1) for key, held in measured.items() for kind in held)
     title = f"Each stage splits one more kind; each measured within {worst:.3%} of the formula"
-    with canvas(title, width=7.8, height=3.7, ncols=len(stages), sharey=True,
-                width_ratios=[1.0] * (len(stages) - 1) + [1.8]) as (figure, axes):
+    with canvas(
+        title, width=7.8, height=3.7, ncols=len(stages), sharey=True, width_ratios=[1.0] * (len(stages) - 1) + [1.8]
+    ) as (figure, axes):
         for stage, panel in zip(stages, axes, strict=True):
             for place, ranks in enumerate(sizes):
                 _stack(panel, place - 0.2, predicted[stage, ranks], elements, solid=False)
                 _stack(panel, place + 0.2, measured[stage, ranks], elements, solid=True)
                 total = sum(measured[stage, ranks].values()) / elements
-                panel.annotate(f"{total:.3g}", (place, total), xytext=(0, 3), textcoords="offset points", ha="center",
-                               fontsize=9)
+                panel.annotate(
+                    f"{total:.3g}", (place, total), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=9
+                )
             panel.set_title("plain" if stage == 0 else f"stage {stage}", fontsize=10)
             panel.set_xticks(range(len(sizes)), [str(n) for n in sizes])
             panel.set_xlabel("ranks N", loc="left")
@@ -38,8 +40,13 @@ def memory(measured: Bill, predicted: Bill, elements: int) -> Figure:
         axes[0].set_ylim(0, 19)
         for height, kind in zip((2, 6, 12), KINDS, strict=True):
             axes[-1].annotate(kind, (len(sizes) - 0.4, height), va="center", color=COLOURS[kind], fontweight="bold")
-        axes[-1].annotate("hatched: formula\nsolid: measured", (len(sizes) - 0.4, 15), va="center", fontsize=9,
-                          color=COLOURS["neutral"])
+        axes[-1].annotate(
+            "hatched: formula\nsolid: measured",
+            (len(sizes) - 0.4, 15),
+            va="center",
+            fontsize=9,
+            color=COLOURS["neutral"],
+        )
         axes[-1].set_xlim(-0.6, len(sizes) + 2.2)
     return figure
 
@@ -64,23 +71,42 @@ def volume(measured: Mapping[str, float], predicted: Mapping[str, float], title:
     names = list(measured)
     with canvas(title, height=1.1 + 0.45 * len(names)) as (figure, axes):
         for place, name in enumerate(names):
-            axes.barh(place + 0.2, predicted[name], height=0.36, **PREDICTED, edgecolor=COLOURS["communication"],
-                      label="predicted")
+            axes.barh(
+                place + 0.2,
+                predicted[name],
+                height=0.36,
+                **PREDICTED,
+                edgecolor=COLOURS["communication"],
+                label="predicted",
+            )
             axes.barh(place - 0.2, measured[name], height=0.36, color=COLOURS["communication"], label="measured")
-            axes.annotate(f"{measured[name]:.2f}", (measured[name], place - 0.2), xytext=(4, 0), va="center",
-                          textcoords="offset points", fontsize=9)
+            axes.annotate(
+                f"{measured[name]:.2f}",
+                (measured[name], place - 0.2),
+                xytext=(4, 0),
+                va="center",
+                textcoords="offset points",
+                fontsize=9,
+            )
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.set(xlabel="elements sent by a rank in a step, in units of Ψ (N − 1)/N", xlim=(0, 4.4))
         shortest = min(range(len(names)), key=lambda place: max(measured[names[place]], predicted[names[place]]))
-        axes.annotate("hatched: formula\nsolid: measured", (4.35, shortest), ha="right", va="center", fontsize=9,
-                      color=COLOURS["neutral"])
+        axes.annotate(
+            "hatched: formula\nsolid: measured",
+            (4.35, shortest),
+            ha="right",
+            va="center",
+            fontsize=9,
+            color=COLOURS["neutral"],
+        )
     return figure
 
 
-def large(formula: Mapping[int, Mapping[str, float]], published: Mapping[int, float], capacity: float,
-          name: str) -> Figure:
+def large(
+    formula: Mapping[int, Mapping[str, float]], published: Mapping[int, float], capacity: float, name: str
+) -> Figure:
     """Model states of a large model a GPU, by stage, beside the published totals.
 
     Args:
@@ -96,17 +122,40 @@ def large(formula: Mapping[int, Mapping[str, float]], published: Mapping[int, fl
         for place, stage in enumerate(stages):
             bottom = 0.0
             for kind in KINDS:
-                axes.bar(place, formula[stage][kind], width=0.36, bottom=bottom, **PREDICTED, edgecolor=COLOURS[kind],
-                         label=kind)
+                axes.bar(
+                    place,
+                    formula[stage][kind],
+                    width=0.36,
+                    bottom=bottom,
+                    **PREDICTED,
+                    edgecolor=COLOURS[kind],
+                    label=kind,
+                )
                 bottom += formula[stage][kind]
             axes.annotate(f"{bottom:.4g} GB", (place, bottom), xytext=(0, 3), textcoords="offset points", ha="center")
-            axes.plot([place - 0.24, place + 0.24], [published[stage]] * 2, color=COLOURS["neutral"], linewidth=1.5,
-                      label="as the paper printed it")
+            axes.plot(
+                [place - 0.24, place + 0.24],
+                [published[stage]] * 2,
+                color=COLOURS["neutral"],
+                linewidth=1.5,
+                label="as the paper printed it",
+            )
         axes.axhline(capacity, color=COLOURS["wrong"], linewidth=1.2, linestyle="--", label=f"{capacity:.0f} GB GPU")
-        axes.annotate(f"{capacity:.0f} GB GPU", (len(stages) - 0.52, capacity), xytext=(0, 3), ha="right",
-                      textcoords="offset points", color=COLOURS["wrong"])
-        axes.annotate("black line: as the paper printed it", (len(stages) - 0.52, 70), ha="right",
-                      color=COLOURS["neutral"], fontsize=9)
+        axes.annotate(
+            f"{capacity:.0f} GB GPU",
+            (len(stages) - 0.52, capacity),
+            xytext=(0, 3),
+            ha="right",
+            textcoords="offset points",
+            color=COLOURS["wrong"],
+        )
+        axes.annotate(
+            "black line: as the paper printed it",
+            (len(stages) - 0.52, 70),
+            ha="right",
+            color=COLOURS["neutral"],
+            fontsize=9,
+        )
         axes.set_xticks(range(len(stages)), ["plain" if stage == 0 else f"stage {stage}" for stage in stages])
         axes.set_ylabel("GB per GPU")
         axes.set_xlim(-0.5, len(stages) - 0.5)
@@ -114,7 +163,8 @@ def large(formula: Mapping[int, Mapping[str, float]], published: Mapping[int, fl
         bottom = 0.0
         for kind in KINDS:
             height = formula[stages[0]][kind]
-            axes.annotate(kind, (0.23, bottom + height / 2), va="center", color=COLOURS[kind], fontweight="bold",
-                          fontsize=9)
+            axes.annotate(
+                kind, (0.23, bottom + height / 2), va="center", color=COLOURS[kind], fontweight="bold", fontsize=9
+            )
             bottom += height
     return figure

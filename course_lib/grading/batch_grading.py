@@ -58,8 +58,10 @@ class Grading:
         """
         self.sandbox.require()
         seed = self._seed()
-        hidden = {name: hidden_cases(task, random.Random(f"{seed} {name}"), self.solutions) if self.solutions else None
-                  for name, task in self.tasks.items()}
+        hidden = {
+            name: hidden_cases(task, random.Random(f"{seed} {name}"), self.solutions) if self.solutions else None
+            for name, task in self.tasks.items()
+        }
         by_learner: dict[str, dict[str, Verdict]] = {s.learner: {} for s in submissions}
         waiting = []
         for submission in submissions:
@@ -76,8 +78,9 @@ class Grading:
                 bar.update()
         return {learner: {name: verdicts[name] for name in self.tasks} for learner, verdicts in by_learner.items()}
 
-    def _at_a_time(self, waiting: Sequence[tuple[Submission, str]], seed: int,
-                   hidden: Mapping[str, Sequence[Case] | None]) -> Iterator[tuple[str, str, Verdict]]:
+    def _at_a_time(
+        self, waiting: Sequence[tuple[Submission, str]], seed: int, hidden: Mapping[str, Sequence[Case] | None]
+    ) -> Iterator[tuple[str, str, Verdict]]:
         stop = threading.Event()
 
         def one(submission: Submission, name: str) -> tuple[str, str, Verdict] | None:
@@ -102,10 +105,17 @@ class Grading:
             finally:
                 stop.set()  # those under way end at once, without a verdict
 
-    def _grade_one(self, submission: Submission, name: str, seed: int, hidden: Sequence[Case] | None,
-                   stop: threading.Event) -> Verdict:
-        verdict = grade_source(self.tasks[name], submission.answers.get(name), hidden=hidden, limits=self.limits,
-                               sandbox=self.sandbox, stop=stop)
+    def _grade_one(
+        self, submission: Submission, name: str, seed: int, hidden: Sequence[Case] | None, stop: threading.Event
+    ) -> Verdict:
+        verdict = grade_source(
+            self.tasks[name],
+            submission.answers.get(name),
+            hidden=hidden,
+            limits=self.limits,
+            sandbox=self.sandbox,
+            stop=stop,
+        )
         kept = {"of": self._fingerprint(submission, name, seed), "verdict": verdict.to_json()}
         path = self._path(submission.learner, name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,8 +135,14 @@ class Grading:
 
     def _fingerprint(self, submission: Submission, name: str, seed: int) -> str:
         """SHA-256 of all that a verdict follows from, in hex."""
-        parts = (submission.answers.get(name), seed, self.solutions is None, self.sandbox.isolated, self.limits,
-                 self.tasks[name].points)
+        parts = (
+            submission.answers.get(name),
+            seed,
+            self.solutions is None,
+            self.sandbox.isolated,
+            self.limits,
+            self.tasks[name].points,
+        )
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _seed(self) -> int:

@@ -25,14 +25,17 @@ _ESCAPE = re.compile(r"([ \t]*)([%!?,;/])()")  # at the start of a statement, wh
 _ASSIGNMENT = re.compile(r"([ \t]*[A-Za-z_][^=!%(\"'#\n]*=[ \t]*)([%!])(?!=)()")
 _MAGIC = re.compile(r"(\w+)(?:[ \t]+-\S+)*[ \t]+(?=\S)")
 _QUESTION = re.compile(r"[\w*.\]]\?{1,2}$")
-_TOKEN = re.compile(r'''
+_TOKEN = re.compile(
+    r'''
     (?P<quiet> [rbfuRBFU]{0,2} (?:
         """[^\\"]*(?:(?:\\.|"(?!""))[^\\"]*)*""" | \'\'\'[^\\']*(?:(?:\\.|'(?!\'\'))[^\\']*)*\'\'\'
         | (?:"""|\'\'\').*                                                      # to the end: nobody closes it
         | "[^\\"\n]*(?:\\.[^\\"\n]*)*(?:"|$|(?=\n)) | '[^\\'\n]*(?:\\.[^\\'\n]*)*(?:'|$|(?=\n)) )
       | \#[^\n]* | \\\n | [^\W\d]\w* | [ \t]+ )
   | (?P<open>[\[({]) | (?P<close>[\])}]) | (?P<end>\n)
-  | (?P<space>[\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]) | .''', re.VERBOSE | re.DOTALL)
+  | (?P<space>[\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]) | .''',
+    re.VERBOSE | re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,11 @@ def python_of(source: str) -> Cell:
     for number, line in enumerate(lines):
         if magic := _CELL_MAGIC.match(line):
             if magic[1] not in RUN_CELL:
-                return Cell("\n" * (len(lines) - 1),
-                            (f"line {number + 1}, `%%{magic[1]}`, makes the cell something else than Python",))
-            lines = [*[""] * (number + 1), *_as_typed(lines[number + 1:])]
+                return Cell(
+                    "\n" * (len(lines) - 1),
+                    (f"line {number + 1}, `%%{magic[1]}`, makes the cell something else than Python",),
+                )
+            lines = [*[""] * (number + 1), *_as_typed(lines[number + 1 :])]
         elif line.strip():
             break
     # --- each statement: an escape, a question, or Python ---

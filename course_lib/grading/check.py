@@ -93,8 +93,10 @@ def examine(task: Task, function: Callable[..., Any], cases: Sequence[Case]) -> 
     except RanksHung as hung:
         own = {rank: line for rank, stack in hung.stacks.items() if (line := own_code.last_line(stack, file))}
         inside = own or dict.fromkeys(hung.stacks, "the function")
-        late = [{"error": f"still in {inside[rank]} when the time was over"} if rank in inside else {}
-                for rank in range(max(inside) + 1)]
+        late = [
+            {"error": f"still in {inside[rank]} when the time was over"} if rank in inside else {}
+            for rank in range(max(inside) + 1)
+        ]
         return Report(task, tuple(_unplaced(task, finding, whole) for finding in task.judge(cases[0], late)))
     except RankError as error:
         said = str(error).splitlines()[0]
@@ -115,6 +117,7 @@ def examine(task: Task, function: Callable[..., Any], cases: Sequence[Case]) -> 
 
 def _placed(why: str, seen: Sequence[Observation]) -> str:
     """Who waits for whom; of a rank that was in no collective also the line that its own error names."""
+
     def line(rank: str) -> str:
         return "".join(re.findall(r" \(in line .*\)$", str(seen[int(rank)].get("error", ""))))
 
@@ -148,8 +151,14 @@ def observe(jobs: Sequence[CheckJob], stream: bool = False) -> list[list[Observa
         ranks = max(jobs[i].case.world_size for i in chosen)
         if needs_ranks:
             share_pages(ranks)
-        per_rank = launch(observe_on_rank, [jobs[i] for i in chosen], num_processes=ranks, device="cpu", stream=stream,
-                          timeout=_seconds(len(chosen)))
+        per_rank = launch(
+            observe_on_rank,
+            [jobs[i] for i in chosen],
+            num_processes=ranks,
+            device="cpu",
+            stream=stream,
+            timeout=_seconds(len(chosen)),
+        )
         for place, i in enumerate(chosen):
             observed[i] = [per_rank[rank][place] for rank in range(jobs[i].case.world_size)]
     return observed

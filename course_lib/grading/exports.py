@@ -17,8 +17,19 @@ Grades = Mapping[str, Mapping[str, Verdict]]
 """Verdicts by learner and task."""
 
 # nbgrader/plugins/export.py, ExportPlugin's order.
-COLUMNS = ("assignment", "duedate", "timestamp", "student_id", "last_name", "first_name", "email", "raw_score",
-           "late_submission_penalty", "score", "max_score")
+COLUMNS = (
+    "assignment",
+    "duedate",
+    "timestamp",
+    "student_id",
+    "last_name",
+    "first_name",
+    "email",
+    "raw_score",
+    "late_submission_penalty",
+    "score",
+    "max_score",
+)
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -39,8 +50,10 @@ def write_csv(path: Path, grades: Grades, tasks: Mapping[str, Task], submissions
     for learner, verdicts in grades.items():
         for lesson, own in by_lesson(tasks, verdicts).items():
             score, most = sum(verdict.points for verdict in own), sum(verdict.maximum for verdict in own)
-            table.writerow([_cell(text) for text in (lesson, "", stamps[learner].get(lesson, ""), learner, "", "", "")]
-                           + [score, 0, score, most])
+            table.writerow(
+                [_cell(text) for text in (lesson, "", stamps[learner].get(lesson, ""), learner, "", "", "")]
+                + [score, 0, score, most]
+            )
     write_text(path, out.getvalue())
 
 
@@ -52,9 +65,15 @@ def _cell(text: str) -> str:
 def write_json(path: Path, grades: Grades, submissions: Sequence[Submission]) -> None:
     """Everything, by learner: points, problems of the submission, each task's verdict."""
     problems = {submission.learner: submission.problems for submission in submissions}
-    data = {learner: {"points": sum(v.points for v in own.values()), "maximum": sum(v.maximum for v in own.values()),
-                      "problems": problems[learner], "tasks": {name: v.to_json() for name, v in own.items()}}
-            for learner, own in grades.items()}
+    data = {
+        learner: {
+            "points": sum(v.points for v in own.values()),
+            "maximum": sum(v.maximum for v in own.values()),
+            "problems": problems[learner],
+            "tasks": {name: v.to_json() for name, v in own.items()},
+        }
+        for learner, own in grades.items()
+    }
     write_text(path, json.dumps(data, indent=1) + "\n")
 
 
@@ -63,9 +82,15 @@ def write_junit(path: Path, grades: Grades) -> None:
     root = ElementTree.Element("testsuites", name="course grade")
     for learner, verdicts in grades.items():
         scores = [score for verdict in verdicts.values() for score in verdict.scores.values()]
-        suite = ElementTree.SubElement(root, "testsuite", name=learner, tests=str(len(scores)), errors="0",
-                                       failures=str(sum(bool(score.said) for score in scores)),
-                                       time=str(round(sum(v.seconds for v in verdicts.values()), 3)))
+        suite = ElementTree.SubElement(
+            root,
+            "testsuite",
+            name=learner,
+            tests=str(len(scores)),
+            errors="0",
+            failures=str(sum(bool(score.said) for score in scores)),
+            time=str(round(sum(v.seconds for v in verdicts.values()), 3)),
+        )
         for name, verdict in verdicts.items():
             for prop, score in verdict.scores.items():
                 case = ElementTree.SubElement(suite, "testcase", classname=name, name=prop)
@@ -82,9 +107,21 @@ def write_gradescope(folder: Path, grades: Grades, tasks: Mapping[str, Task]) ->
     """
     folder.mkdir(exist_ok=True)
     for learner, verdicts in grades.items():
-        tests = [{"name": f"{tasks[name].title}: {prop}", "score": score.points, "max_score": score.maximum,
-                  "status": "failed" if score.said else "passed", "output": score.said, "output_format": "text"}
-                 for name, verdict in verdicts.items() for prop, score in verdict.scores.items()]
-        data = {"score": sum(verdict.points for verdict in verdicts.values()),
-                "execution_time": round(sum(verdict.seconds for verdict in verdicts.values())), "tests": tests}
+        tests = [
+            {
+                "name": f"{tasks[name].title}: {prop}",
+                "score": score.points,
+                "max_score": score.maximum,
+                "status": "failed" if score.said else "passed",
+                "output": score.said,
+                "output_format": "text",
+            }
+            for name, verdict in verdicts.items()
+            for prop, score in verdict.scores.items()
+        ]
+        data = {
+            "score": sum(verdict.points for verdict in verdicts.values()),
+            "execution_time": round(sum(verdict.seconds for verdict in verdicts.values())),
+            "tests": tests,
+        }
         write_text(folder / f"{learner}.json", json.dumps(data, indent=1) + "\n")

@@ -17,8 +17,11 @@ from course_lib.hangs.rank_state import LEFT, RUNNING, SIZE, RankState, read_pag
 
 WAITED = re.compile(r"timed? ?out|Connection closed|Connection reset|Broken pipe", re.IGNORECASE)
 """What a backend says of a wait that was in vain."""
-WORDS = (("has ended its training before the others", "has returned from your function"),
-         ("is gone: process 0 on  has ended", "has died"), ("; it was last seen at", ", last seen at"))
+WORDS = (
+    ("has ended its training before the others", "has returned from your function"),
+    ("is gone: process 0 on  has ended", "has died"),
+    ("; it was last seen at", ", last seen at"),
+)
 """The diagnosis speaks of trainings; here a function is checked."""
 
 

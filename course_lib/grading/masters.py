@@ -39,8 +39,11 @@ def answers_of(text: str) -> dict[str, str]:
     """The sources of a notebook's answer cells by task name, as Python, less the marks of a master."""
     names = {task.grade_id: name for name, task in TASKS.items()}
     cells = [(cell.metadata.get("nbgrader", {}), cell.source) for cell in nbformat.reads(text, as_version=4).cells]
-    return {names.get(about["grade_id"], about["grade_id"]): python_of(MARKS.sub("", source)).text
-            for about, source in cells if about.get("solution")}
+    return {
+        names.get(about["grade_id"], about["grade_id"]): python_of(MARKS.sub("", source)).text
+        for about, source in cells
+        if about.get("solution")
+    }
 
 
 def released(path: Path) -> str:
@@ -66,8 +69,16 @@ def released(path: Path) -> str:
 
     config = Config({"ClearSolutions": {"code_stub": {"python": STUB}}})
     notebook, resources = nbformat.read(path, as_version=4), {"unique_key": path.stem}
-    for step in (LockCells, ClearSolutions, ClearOutput, CheckCellMetadata, ComputeChecksums, ClearHiddenTests,
-                 ComputeChecksums, CheckCellMetadata):
+    for step in (
+        LockCells,
+        ClearSolutions,
+        ClearOutput,
+        CheckCellMetadata,
+        ComputeChecksums,
+        ClearHiddenTests,
+        ComputeChecksums,
+        CheckCellMetadata,
+    ):
         notebook, resources = step(config=config, parent=None).preprocess(notebook, resources)
     return nbformat.writes(notebook) + "\n"
 

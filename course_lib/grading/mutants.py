@@ -25,10 +25,28 @@ from course_lib.grading.tasks import TASKS
 BATCH = 12
 """Mutants whose cases run in one launch."""
 OPERATORS: dict[type, type] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
-    ast.And: ast.Or, ast.Or: ast.And, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.Pow: ast.Mult,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
 DROPPED = (ast.Expr, ast.AugAssign, ast.If, ast.For, ast.Delete)
 """Statements that a mutant does without; without an assignment or an import it would not run at all."""
 
@@ -100,11 +118,11 @@ def run(tasks: Mapping[str, Task] = TASKS, folder: Path | None = None, seed: int
         cases = [*task.cases(random.Random(0)), *hidden_cases(task, random.Random(seed), folder)]
         every = mutants(task.name, solution)
         for first in range(0, len(every), BATCH):
-            batch = every[first:first + BATCH]
+            batch = every[first : first + BATCH]
             for mutant, failed in zip(batch, _failures(task, batch, cases), strict=True):
                 reason = reasons.get((task.name, mutant.change), "")
                 if failed and reason:  # as good as the solution: so it has as much patience, on a busy machine
-                    failed, = _failures(task, [mutant], cases, SECONDS_PER_CASE)
+                    (failed,) = _failures(task, [mutant], cases, SECONDS_PER_CASE)
                 rows.append(MutantRow(mutant, failed, reason))
     return rows
 
@@ -115,11 +133,18 @@ def table(rows: Sequence[MutantRow]) -> str:
     names = list(dict.fromkeys(row.mutant.task for row in rows))
     for name in [*names, "all"]:
         mine = [row for row in rows if name in (row.mutant.task, "all")]
-        lines.append(f"| {name} | {len(mine)} | {sum(bool(row.failed) for row in mine)} | "
-                     f"{sum(not row.failed for row in mine)} |")
+        lines.append(
+            f"| {name} | {len(mine)} | {sum(bool(row.failed) for row in mine)} | "
+            f"{sum(not row.failed for row in mine)} |"
+        )
     lines += ["", "| exercise | line | change | why it is as good |", "|---|---:|---|---|"]
-    lines += [f"| {row.mutant.task} | {row.mutant.line} | `{row.mutant.change}` | "
-              f"{row.equivalent or 'NOT LISTED'} |".replace("||", "or") for row in rows if not row.failed]
+    lines += [
+        f"| {row.mutant.task} | {row.mutant.line} | `{row.mutant.change}` | {row.equivalent or 'NOT LISTED'} |".replace(
+            "||", "or"
+        )
+        for row in rows
+        if not row.failed
+    ]
     return "\n".join(lines)
 
 
@@ -135,15 +160,20 @@ def report(tasks: Mapping[str, Task] = TASKS) -> int:
     return 1 if wrong else 0
 
 
-def _failures(task: Task, batch: Sequence[Mutant], cases: Sequence[Case], seconds: float = PATIENCE
-              ) -> list[tuple[str, ...]]:
+def _failures(
+    task: Task, batch: Sequence[Mutant], cases: Sequence[Case], seconds: float = PATIENCE
+) -> list[tuple[str, ...]]:
     """The properties that fail for each mutant; all of them for one that defines nothing."""
-    jobs = [[CheckJob(task, function, case, number, seconds, MOST) for case in cases]
-            for number, mutant in enumerate(batch) if (function := _function(task, mutant)) is not None]
+    jobs = [
+        [CheckJob(task, function, case, number, seconds, MOST) for case in cases]
+        for number, mutant in enumerate(batch)
+        if (function := _function(task, mutant)) is not None
+    ]
     failed: list[tuple[str, ...]] = [tuple(task.properties)] * len(batch)
     for mine, observed in zip(jobs, observe_all(jobs) if jobs else [], strict=True):
-        findings = tuple(finding for case, seen in zip(cases, observed, strict=True)
-                         for finding in task.judge(case, seen))
+        findings = tuple(
+            finding for case, seen in zip(cases, observed, strict=True) for finding in task.judge(case, seen)
+        )
         failed[mine[0].answer] = Report(task, findings).failed
     return failed
 
@@ -187,7 +217,8 @@ def _mutate(parent: ast.AST, field: str, index: int | None, variant: int) -> tup
     node = value if index is None else value[index]
     line = getattr(node, "lineno", getattr(parent, "lineno", 0))
     shown = isinstance(node, tuple(OPERATORS)) or (
-        isinstance(node, ast.Constant) and isinstance(parent, (ast.expr, ast.keyword)))
+        isinstance(node, ast.Constant) and isinstance(parent, (ast.expr, ast.keyword))
+    )
     before = ast.unparse(parent if shown else node)
 
     def put(new: ast.AST | None) -> None:

@@ -123,9 +123,13 @@ def _observe_case(job: CheckJob, number: int, meeting: Meeting, stop: Callable[[
     page = PAGES[meeting.rank] if meeting.rank < len(PAGES) else RankState()
     connection = _connection()
     watch = IdleWatch(job.seconds, sockets() - connection.sockets)
-    dist.init_process_group("gloo", store=dist.PrefixStore(f"group {number}", connection.store), rank=meeting.rank,
-                            world_size=meeting.world_size,
-                            timeout=LAST_RESORT if CAN_TELL else datetime.timedelta(seconds=job.seconds))
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"group {number}", connection.store),
+        rank=meeting.rank,
+        world_size=meeting.world_size,
+        timeout=LAST_RESORT if CAN_TELL else datetime.timedelta(seconds=job.seconds),
+    )
     watch.start()
     said = meeting.meet("connected", f"{os.getpid()} {watch.native_id}")
     try:
@@ -165,8 +169,9 @@ def _observe_alone(job: CheckJob) -> Observation:
     return _observe_function(job, 0, watch.watching([(os.getpid(), watch.native_id or 0)] if CAN_TELL else ()))
 
 
-def _observe_function(job: CheckJob, rank: int, watched: AbstractContextManager[None],
-                      page: RankState | None = None) -> Observation:
+def _observe_function(
+    job: CheckJob, rank: int, watched: AbstractContextManager[None], page: RankState | None = None
+) -> Observation:
     """What is observed of the function; what it raises is an error text."""
     try:
         with hang_report.recorded(page) if page else contextlib.nullcontext(), watched, computing(job.most):

@@ -57,6 +57,7 @@ def file_of(function: Callable[..., Any]) -> str | None:
 def give_salt(function: Callable[..., Any], rank: int) -> None:
     """Let ``hash()`` in a learner's code be as in a process of its own: forked ranks share Python's salt, ranks that a
     launcher starts do not. What it gives of numbers is the same everywhere."""
+
     def salted(value: Any) -> int:
         return hash(value) if _is_of_numbers(value) else hash((rank, hash(value)))
 

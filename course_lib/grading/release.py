@@ -7,9 +7,22 @@ from pathlib import Path
 from course_lib.errors import ConfigError, DataError
 from course_lib.grading import masters
 
-BUNDLED = ("course_lib", "notebooks", "configs", "docs", "requirements", "tools/bootstrap.py", "README.md",
-           "pyproject.toml", "constraints.txt", "environment.yml", "Makefile", "LICENSE", "NOTICE",
-           "exercises/README.md")
+BUNDLED = (
+    "course_lib",
+    "notebooks",
+    "configs",
+    "docs",
+    "requirements",
+    "tools/bootstrap.py",
+    "README.md",
+    "pyproject.toml",
+    "constraints.txt",
+    "environment.yml",
+    "Makefile",
+    "LICENSE",
+    "NOTICE",
+    "exercises/README.md",
+)
 """What learners get besides the exercises, from the course's own folder."""
 SECRET = ("### BEGIN SOLUTION", "### BEGIN HIDDEN TESTS")
 

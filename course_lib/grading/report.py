@@ -26,8 +26,11 @@ class Report:
     @property
     def failed(self) -> tuple[str, ...]:
         """Properties that do not hold in some case."""
-        return tuple(name for name in self.task.properties
-                     if not all(finding.holds for finding in self.findings if finding.property == name))
+        return tuple(
+            name
+            for name in self.task.properties
+            if not all(finding.holds for finding in self.findings if finding.property == name)
+        )
 
     def __str__(self) -> str:
         whole = sum(self.task.points.values())
@@ -40,8 +43,10 @@ class Report:
             if miss and (miss.expected, miss.found) not in told:  # an error is every property's
                 told.add((miss.expected, miss.found))
                 if cause := self._cause(miss, misses.values()):
-                    lines.append(f"       from step {miss.step} on; `{cause.property}` is wrong in step {cause.step} "
-                                 "already: mend that first")
+                    lines.append(
+                        f"       from step {miss.step} on; `{cause.property}` is wrong in step {cause.step} "
+                        "already: mend that first"
+                    )
                 where = "" if miss.rank is None or not self.task.needs_ranks else f" on rank {miss.rank}"
                 lines.append(f"       expected{where}: {miss.expected}; found: {miss.found}")
                 lines += [f"       {line}" for line in [*miss.note.splitlines(), *miss.case.splitlines()] if line]
@@ -54,8 +59,11 @@ class Report:
     @staticmethod
     def _cause(miss: Finding, misses: Iterable[Finding]) -> Finding | None:
         """The miss of another property, in the same case and an earlier step, that this one may follow from."""
-        earlier = [other for other in misses if other.case == miss.case and None not in (miss.step, other.step)
-                   and other.step < miss.step]  # type: ignore[operator]  # both are numbers
+        earlier = [
+            other
+            for other in misses
+            if other.case == miss.case and None not in (miss.step, other.step) and other.step < miss.step
+        ]  # type: ignore[operator]  # both are numbers
         return min(earlier, key=lambda other: other.step or 0, default=None)
 
 

@@ -17,8 +17,15 @@ UNSAFE = "These answers ran without a sandbox: the grades are only as trustworth
 BINS = 10
 
 
-def write_all(out: Path, grades: Grades, tasks: Mapping[str, Task], submissions: Sequence[Submission], *,
-              isolated: bool, hidden: bool) -> None:
+def write_all(
+    out: Path,
+    grades: Grades,
+    tasks: Mapping[str, Task],
+    submissions: Sequence[Submission],
+    *,
+    isolated: bool,
+    hidden: bool,
+) -> None:
     """grades.csv, grades.json, junit.xml, gradescope/, learners/NAME.html and class.html in a folder."""
     exports.write_csv(out / "grades.csv", grades, tasks, submissions)
     exports.write_json(out / "grades.json", grades, submissions)
@@ -29,24 +36,43 @@ def write_all(out: Path, grades: Grades, tasks: Mapping[str, Task], submissions:
     (out / "learners").mkdir(exist_ok=True)
     for learner, verdicts in grades.items():
         page = _PAGES.get_template("learner").render(
-            title=learner, learner=learner, verdicts=verdicts, tasks=tasks, problems=problems[learner], notes=notes,
+            title=learner,
+            learner=learner,
+            verdicts=verdicts,
+            tasks=tasks,
+            problems=problems[learner],
+            notes=notes,
             points=sum(verdict.points for verdict in verdicts.values()),
-            maximum=sum(verdict.maximum for verdict in verdicts.values()))
+            maximum=sum(verdict.maximum for verdict in verdicts.values()),
+        )
         write_text(out / "learners" / f"{learner}.html", page)
-    write_text(out / "class.html", _PAGES.get_template("class").render(
-        title="The class", grades=grades, tasks=tasks, notes=notes, problems=problems, **_statistics(grades, tasks)))
+    write_text(
+        out / "class.html",
+        _PAGES.get_template("class").render(
+            title="The class", grades=grades, tasks=tasks, notes=notes, problems=problems, **_statistics(grades, tasks)
+        ),
+    )
 
 
 def _statistics(grades: Grades, tasks: Mapping[str, Task]) -> dict[str, Any]:
     """Distributions of the points, of the whole and of each task, and the properties by how many missed them."""
-    whole = [_share(sum(v.points for v in own.values()), sum(v.maximum for v in own.values()))
-             for own in grades.values()]
+    whole = [
+        _share(sum(v.points for v in own.values()), sum(v.maximum for v in own.values())) for own in grades.values()
+    ]
     per_task = {name: [_share(own[name].points, own[name].maximum) for own in grades.values()] for name in tasks}
-    missed = Counter((name, prop) for own in grades.values() for name, verdict in own.items()
-                     for prop, score in verdict.scores.items() if score.said)
-    return {"whole": _bins(whole), "per_task": {name: (sum(shares) / len(shares), _bins(shares))
-                                                for name, shares in per_task.items()},
-            "missed": missed.most_common(20), "count": len(grades)}
+    missed = Counter(
+        (name, prop)
+        for own in grades.values()
+        for name, verdict in own.items()
+        for prop, score in verdict.scores.items()
+        if score.said
+    )
+    return {
+        "whole": _bins(whole),
+        "per_task": {name: (sum(shares) / len(shares), _bins(shares)) for name, shares in per_task.items()},
+        "missed": missed.most_common(20),
+        "count": len(grades),
+    }
 
 
 def _share(points: int, maximum: int) -> float:
@@ -111,6 +137,9 @@ _CLASS = """{% extends "base" %}{% from "bars" import bars %}{% block body %}
 {% endblock %}
 """
 
-_PAGES = jinja2.Environment(loader=jinja2.DictLoader(
-    {"base": _BASE, "bars": _BARS, "learner": _LEARNER, "class": _CLASS}), autoescape=True,
-    undefined=jinja2.StrictUndefined, trim_blocks=True)
+_PAGES = jinja2.Environment(
+    loader=jinja2.DictLoader({"base": _BASE, "bars": _BARS, "learner": _LEARNER, "class": _CLASS}),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+)

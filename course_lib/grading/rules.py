@@ -71,8 +71,9 @@ def kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def near(seen: Seen, key: str, expected: Sequence[Plain], tolerance: float = 1e-4, first_step: int | None = None
-         ) -> Miss | None:
+def near(
+    seen: Seen, key: str, expected: Sequence[Plain], tolerance: float = 1e-4, first_step: int | None = None
+) -> Miss | None:
     """Whether each rank's array is its expected one; tolerance relative to the largest, and absolute below 1.
 
     Args:
@@ -81,8 +82,10 @@ def near(seen: Seen, key: str, expected: Sequence[Plain], tolerance: float = 1e-
     import numpy as np
 
     rights = [np.asarray(right, dtype=np.float64) for right in expected]
-    pairs = [(array(seen, rank, key, right.shape), right, tolerance * max(1e-3, float(np.abs(right).max(initial=0.0))))
-             for rank, right in enumerate(rights)]
+    pairs = [
+        (array(seen, rank, key, right.shape), right, tolerance * max(1e-3, float(np.abs(right).max(initial=0.0))))
+        for rank, right in enumerate(rights)
+    ]
     for step in range(1 if first_step is None else len(rights[0])):
         for rank, (actual, right, margin) in enumerate(pairs):
             if first_step is not None:
@@ -99,8 +102,9 @@ def near(seen: Seen, key: str, expected: Sequence[Plain], tolerance: float = 1e-
     return None
 
 
-def suspected(miss: Miss | None, seen: Seen, key: str, suspects: Mapping[str, Callable[[], Sequence[Plain]]]
-              ) -> Miss | None:
+def suspected(
+    miss: Miss | None, seen: Seen, key: str, suspects: Mapping[str, Callable[[], Sequence[Plain]]]
+) -> Miss | None:
     """A miss with the first note whose wrong numbers are the ones that were found."""
     if miss is None or miss.note:
         return miss
@@ -173,8 +177,21 @@ def calls(seen: Seen, rank: int, name: str) -> list[int]:
     return [int(event.split()[1]) for event in events(seen, rank) if event.split()[0] == name]
 
 
-NAMES = frozenset(("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather",
-                   "scatter", "send", "recv", "barrier"))
+NAMES = frozenset(
+    (
+        "all_reduce",
+        "reduce_scatter",
+        "all_gather",
+        "all_to_all",
+        "broadcast",
+        "reduce",
+        "gather",
+        "scatter",
+        "send",
+        "recv",
+        "barrier",
+    )
+)
 
 
 def events(seen: Seen, rank: int) -> list[str]:

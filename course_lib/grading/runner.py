@@ -16,16 +16,27 @@ from course_lib.grading.task import Case, Finding, Task
 from course_lib.grading.verdict import Verdict, scores_of
 
 MAX_SOURCE = 256 << 10  # characters, those beyond ASCII escaped
-BROKEN = {"timeout": verdict.TIMEOUT, "memory": verdict.MEMORY, "processes": verdict.PROCESSES,
-          "output": verdict.OUTPUT}
+BROKEN = {
+    "timeout": verdict.TIMEOUT,
+    "memory": verdict.MEMORY,
+    "processes": verdict.PROCESSES,
+    "output": verdict.OUTPUT,
+}
 
 
 class Stopped(Exception):
     """The grader was stopped before there was a verdict."""
 
 
-def grade_source(task: Task, source: str | None, *, hidden: Sequence[Case] | None, limits: Limits, sandbox: Sandbox,
-                 stop: threading.Event | None = None) -> Verdict:
+def grade_source(
+    task: Task,
+    source: str | None,
+    *,
+    hidden: Sequence[Case] | None,
+    limits: Limits,
+    sandbox: Sandbox,
+    stop: threading.Event | None = None,
+) -> Verdict:
     """Grade the text of one answer.
 
     The public cases come first and the hidden ones after them, in one sandbox; grading ends with the first case in
@@ -70,19 +81,36 @@ def grade_source(task: Task, source: str | None, *, hidden: Sequence[Case] | Non
         (shown if open_case else unseen).extend(findings)
     if hidden is None:
         shown, unseen = [*shown, *unseen], []
-    return Verdict(task.name, scores_of(task, shown, None if hidden is None else unseen, error), error,
-                   round(time.monotonic() - begin, 3))
+    return Verdict(
+        task.name,
+        scores_of(task, shown, None if hidden is None else unseen, error),
+        error,
+        round(time.monotonic() - begin, 3),
+    )
 
 
 def _without(task: Task, error: str) -> Verdict:
     return Verdict(task.name, scores_of(task, [], None, error), error, 0.0)
 
 
-def _run(task: Task, source: str, cases: Sequence[Case], meeting: trusted_peer.PeerMeeting | None, limits: Limits,
-         sandbox: Sandbox, stop: threading.Event) -> Ended:
-    job = {"module": sandbox.tasks or task.observe.__module__, "task": task.name, "source": source,
-           "limits": asdict(limits), "world_sizes": [case.world_size for case in cases],
-           "own": list(task.own), "met": len(cases) - 1 if meeting else None}
+def _run(
+    task: Task,
+    source: str,
+    cases: Sequence[Case],
+    meeting: trusted_peer.PeerMeeting | None,
+    limits: Limits,
+    sandbox: Sandbox,
+    stop: threading.Event,
+) -> Ended:
+    job = {
+        "module": sandbox.tasks or task.observe.__module__,
+        "task": task.name,
+        "source": source,
+        "limits": asdict(limits),
+        "world_sizes": [case.world_size for case in cases],
+        "own": list(task.own),
+        "met": len(cases) - 1 if meeting else None,
+    }
     parts = [job, *(case.inputs for case in cases), *([{"number": meeting.number}] if meeting else [])]
     with tempfile.TemporaryFile() as file:
         for part in map(pack, parts):
@@ -94,8 +122,10 @@ def _run(task: Task, source: str, cases: Sequence[Case], meeting: trusted_peer.P
         raise Stopped
     if not ended.output.startswith(supervisor.STARTED):
         said = (ended.complaint.strip() or "it said nothing").splitlines()[-1]
-        raise SandboxError(f"the sandbox ended before the answer began: {said}", "see that the course is installed "
-                           "where grading runs, and that memory is left")
+        raise SandboxError(
+            f"the sandbox ended before the answer began: {said}",
+            "see that the course is installed where grading runs, and that memory is left",
+        )
     return ended
 
 
@@ -108,14 +138,15 @@ def _records(output: bytes, cases: Sequence[Case]) -> tuple[dict[tuple[int, int]
         at += supervisor.RECORD.size
         if number >= len(cases) or not supervisor.WIRE <= rank < cases[number].world_size or at + length > len(output):
             break
-        seen[number, rank] = output[at:at + length]
+        seen[number, rank] = output[at : at + length]
         at += length
     wires = {number: unpack(seen.pop((number, rank))) for number, rank in list(seen) if rank == supervisor.WIRE}
     return seen, wires
 
 
-def _observations(seen: Mapping[tuple[int, int], bytes], number: int, case: Case
-                  ) -> tuple[list[dict[str, Any]] | None, str]:
+def _observations(
+    seen: Mapping[tuple[int, int], bytes], number: int, case: Case
+) -> tuple[list[dict[str, Any]] | None, str]:
     """The observations of every rank, or why there are none: what the first rank to fail said."""
     observed: dict[int, dict[str, Any]] = {}
     for rank in [rank for of, rank in seen if of == number]:
@@ -143,8 +174,9 @@ def _left(seen: Mapping[tuple[int, int], bytes], number: int) -> str | None:
     return unpack(data).get("left") if data else None
 
 
-def _judged(task: Task, case: Case, observations: list[dict[str, Any]], met: trusted_peer.PeerMeeting | None = None
-            ) -> list[Finding]:
+def _judged(
+    task: Task, case: Case, observations: list[dict[str, Any]], met: trusted_peer.PeerMeeting | None = None
+) -> list[Finding]:
     """The judge's findings. One that cannot read hostile observations has not seen the property hold."""
     try:
         if met:

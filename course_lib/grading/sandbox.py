@@ -63,9 +63,12 @@ class Sandbox:
             trial = subprocess.run(command, pass_fds=descriptors, capture_output=True, text=True, timeout=START_SECONDS)
         if trial.returncode or trial.stdout != "ok\n":
             said = (trial.stderr.strip() or "it did not start").splitlines()[-1]
-            raise SandboxError(f"the sandbox does not work here: {said}", "allow unprivileged user namespaces (`sysctl "
-                               "kernel.apparmor_restrict_unprivileged_userns=0`; in Docker `--security-opt "
-                               f"seccomp=unconfined --security-opt systempaths=unconfined`), {NO_SANDBOX}")
+            raise SandboxError(
+                f"the sandbox does not work here: {said}",
+                "allow unprivileged user namespaces (`sysctl "
+                "kernel.apparmor_restrict_unprivileged_userns=0`; in Docker `--security-opt "
+                f"seccomp=unconfined --security-opt systempaths=unconfined`), {NO_SANDBOX}",
+            )
 
     def run(self, job: IO[bytes], limits: Limits, started: bytes, stop: threading.Event) -> Ended:
         """Run the trusted process of `course_lib.grading.supervisor` on a job, until it ends or breaks a limit.
@@ -77,15 +80,26 @@ class Sandbox:
         """
         root = INSIDE if self.isolated else PACKAGE.parent
         paths = [str(INSIDE / f"more{i}") if self.isolated else str(p) for i, p in enumerate(self.folders)]
-        code = (f"import sys; sys.path[:0] = {[str(root), *paths]!r}; "
-                "from course_lib.grading import supervisor; supervisor.main()")
+        code = (
+            f"import sys; sys.path[:0] = {[str(root), *paths]!r}; "
+            "from course_lib.grading import supervisor; supervisor.main()"
+        )
         folder = contextlib.nullcontext("/") if self.isolated else tempfile.TemporaryDirectory(prefix="course-grade-")
-        with self._command(limits, [sys.executable, "-I", "-c", code], self.folders) as (command, descriptors), \
-                folder as scratch, self._limited(limits) as cgroup:
+        with (
+            self._command(limits, [sys.executable, "-I", "-c", code], self.folders) as (command, descriptors),
+            folder as scratch,
+            self._limited(limits) as cgroup,
+        ):
             process = subprocess.Popen(
-                cgroup.joined(command) if cgroup else command, stdin=job, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, pass_fds=descriptors, start_new_session=True, cwd=scratch,
-                env=_environment(scratch))
+                cgroup.joined(command) if cgroup else command,
+                stdin=job,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=descriptors,
+                start_new_session=True,
+                cwd=scratch,
+                env=_environment(scratch),
+            )
             try:
                 return ProcessWatch(process, limits, started, stop, self.isolated, cgroup).result()
             finally:
@@ -100,8 +114,9 @@ class Sandbox:
         return processes_limited(THREADS * limits.processes) if self.isolated else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def _command(self, limits: Limits, program: Sequence[str], folders: Sequence[Path]
-                 ) -> Iterator[tuple[list[str], tuple[int, ...]]]:
+    def _command(
+        self, limits: Limits, program: Sequence[str], folders: Sequence[Path]
+    ) -> Iterator[tuple[list[str], tuple[int, ...]]]:
         """The command line, and the descriptors that it reads."""
         if not self.isolated:
             yield list(program), ()
@@ -110,9 +125,22 @@ class Sandbox:
             rules.write(seccomp.program())
             rules.flush()
             rules.seek(0)
-            command = [str(bubblewrap()), "--unshare-all", "--unshare-user", "--disable-userns", "--new-session",
-                       "--as-pid-1", "--die-with-parent", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv",
-                       "--seccomp", str(rules.fileno())]
+            command = [
+                str(bubblewrap()),
+                "--unshare-all",
+                "--unshare-user",
+                "--disable-userns",
+                "--new-session",
+                "--as-pid-1",
+                "--die-with-parent",
+                "--cap-drop",
+                "ALL",
+                "--hostname",
+                "sandbox",
+                "--clearenv",
+                "--seccomp",
+                str(rules.fileno()),
+            ]
             for name, value in _environment(SCRATCH).items():
                 command += ["--setenv", name, value]
             # First of all, as the course itself may lie below it.
@@ -120,8 +148,23 @@ class Sandbox:
             command += [*_system(), "--ro-bind", str(PACKAGE), str(INSIDE / PACKAGE.name)]
             for i, folder in enumerate(folders):
                 command += ["--ro-bind", str(folder), str(INSIDE / f"more{i}")]
-            command += ["--proc", "/proc", "--dev", "/dev", "--size", str(limits.disk), "--tmpfs", "/dev/shm",
-                        "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", SCRATCH, "--"]
+            command += [
+                "--proc",
+                "/proc",
+                "--dev",
+                "/dev",
+                "--size",
+                str(limits.disk),
+                "--tmpfs",
+                "/dev/shm",
+                "--remount-ro",
+                "/dev",
+                "--remount-ro",
+                "/",
+                "--chdir",
+                SCRATCH,
+                "--",
+            ]
             yield [*command, *program], (rules.fileno(),)
 
 
@@ -173,6 +216,14 @@ def _system() -> list[str]:
 
 
 def _environment(home: str) -> dict[str, str]:
-    return {"PATH": "/usr/bin:/bin", "HOME": home, "TMPDIR": home, "USER": "learner", "LANG": "C.UTF-8",
-            "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONDONTWRITEBYTECODE": "1"}
+    return {
+        "PATH": "/usr/bin:/bin",
+        "HOME": home,
+        "TMPDIR": home,
+        "USER": "learner",
+        "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }

@@ -50,8 +50,11 @@ class Planted:
         if not self.old:
             return self.new
         if solution.count(self.old) != 1:
-            raise DataError(f"planted answer `{self.name}` of {self.task}: its text stands "
-                            f"{solution.count(self.old)} times in the solution", "give a longer piece of it")
+            raise DataError(
+                f"planted answer `{self.name}` of {self.task}: its text stands "
+                f"{solution.count(self.old)} times in the solution",
+                "give a longer piece of it",
+            )
         return solution.replace(self.old, self.new)
 
 
@@ -105,8 +108,9 @@ def table(tasks: Mapping[str, Task] | Iterable[Task] = TASKS, folder: Path | Non
             limits = (SECONDS_PER_CASE, SECONDS_OF_CPU) if answer == "solution" else (PATIENCE, MOST)
             jobs.append([CheckJob(task, function, case, number, *limits) for case in cases])
         for (answer, loses, _), observed in zip(answers, observe_all(jobs), strict=True):
-            findings = tuple(finding for case, seen in zip(cases, observed, strict=True)
-                             for finding in task.judge(case, seen))
+            findings = tuple(
+                finding for case, seen in zip(cases, observed, strict=True) for finding in task.judge(case, seen)
+            )
             rows.append(_row(Report(task, findings), answer, loses))
     return rows
 
@@ -134,15 +138,27 @@ def report(tasks: Mapping[str, Task] = TASKS) -> int:
         DataError: as `table`.
     """
     rows = table(tasks)
-    cells = [("exercise", "answer", "points", "as it should", "does not hold"), *(
-        (row.task, row.answer, f"{row.points} of {row.maximum}", "yes" if row.holds else f"NO, {row.loses or 'points'}",
-         ", ".join(row.failed)) for row in rows)]
+    cells = [
+        ("exercise", "answer", "points", "as it should", "does not hold"),
+        *(
+            (
+                row.task,
+                row.answer,
+                f"{row.points} of {row.maximum}",
+                "yes" if row.holds else f"NO, {row.loses or 'points'}",
+                ", ".join(row.failed),
+            )
+            for row in rows
+        ),
+    ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for line in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     wrong = sum(not row.holds for row in rows)
-    print(f"{len(tasks)} exercises, {sum(bool(row.loses) for row in rows)} planted answers: "
-          + (f"{wrong} rows went otherwise than they should" if wrong else "all went as they should"))
+    print(
+        f"{len(tasks)} exercises, {sum(bool(row.loses) for row in rows)} planted answers: "
+        + (f"{wrong} rows went otherwise than they should" if wrong else "all went as they should")
+    )
     return 1 if wrong else 0
 
 
@@ -154,11 +170,19 @@ def _answers(folder: Path, tasks: list[Task]) -> Iterable[tuple[Task, list[tuple
         full = masters.answers(path)
         if task.name not in full:
             raise DataError(f"{path} has no answer cell for {task.name}", f"give one the grade_id {task.grade_id}")
-        yield task, [("stub", "", masters.answers_of(masters.released(path))[task.name]),
-                     ("does nothing", "", f"def {task.function}(*args, **options):\n    return None\n"),
-                     ("solution", "", full[task.name]),
-                     *((answer.name, answer.loses, answer.source(full[task.name])) for answer in wrong
-                       if answer.task == task.name)]
+        yield (
+            task,
+            [
+                ("stub", "", masters.answers_of(masters.released(path))[task.name]),
+                ("does nothing", "", f"def {task.function}(*args, **options):\n    return None\n"),
+                ("solution", "", full[task.name]),
+                *(
+                    (answer.name, answer.loses, answer.source(full[task.name]))
+                    for answer in wrong
+                    if answer.task == task.name
+                ),
+            ],
+        )
 
 
 def _row(report: Report, answer: str, loses: str) -> Row:

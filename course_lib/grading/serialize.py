@@ -57,7 +57,7 @@ def unpack(data: bytes) -> Plain:
     """
     if len(data) < _LENGTH.size:
         raise NotPlain("no length")
-    length, = _LENGTH.unpack_from(data)
+    (length,) = _LENGTH.unpack_from(data)
     end = _LENGTH.size + length
     if length > MAX_JSON_BYTES or end > len(data):
         raise NotPlain("a length beyond the end")
@@ -69,8 +69,11 @@ def unpack(data: bytes) -> Plain:
             return node
         try:
             name, shape = node[_ARRAY]
-            fits = name in DTYPES and len(shape) <= MAX_DIMENSIONS and all(
-                type(side) is int and side >= 0 for side in shape)
+            fits = (
+                name in DTYPES
+                and len(shape) <= MAX_DIMENSIONS
+                and all(type(side) is int and side >= 0 for side in shape)
+            )
         except (TypeError, ValueError):
             fits = False
         if not fits or len(node) != 1:
@@ -83,7 +86,7 @@ def unpack(data: bytes) -> Plain:
         return values
 
     try:
-        value = json.loads(data[_LENGTH.size:end].decode(), object_hook=array)
+        value = json.loads(data[_LENGTH.size : end].decode(), object_hook=array)
     except (ValueError, RecursionError) as error:
         raise NotPlain(str(error)) from None
     if at != len(data):

@@ -124,9 +124,12 @@ def answers_in(name: str, data: bytes, tasks: Mapping[str, Task]) -> tuple[dict[
     """
     if name.endswith(".py"):
         script = python_of(_text(data))
-        return {task.name: _functions_of(script.text) for task in tasks.values()
-                if re.search(rf"^(class|def|async def) {task.function}\b", script.text, re.MULTILINE)
-                or re.search(rf"^{task.function}\s*=", script.text, re.MULTILINE)}, list(script.skipped)
+        return {
+            task.name: _functions_of(script.text)
+            for task in tasks.values()
+            if re.search(rf"^(class|def|async def) {task.function}\b", script.text, re.MULTILINE)
+            or re.search(rf"^{task.function}\s*=", script.text, re.MULTILINE)
+        }, list(script.skipped)
     try:
         cells = json.loads(_text(data))["cells"]
         names = {task.grade_id: task.name for task in tasks.values()}
@@ -136,13 +139,16 @@ def answers_in(name: str, data: bytes, tasks: Mapping[str, Task]) -> tuple[dict[
             if cell.get("cell_type") == "code" and marks.get("solution") and marks.get("grade_id") in names:
                 source = cell.get("source", "")
                 by_task.setdefault(names[marks["grade_id"]], []).append(
-                    python_of(source if isinstance(source, str) else "".join(source)))
+                    python_of(source if isinstance(source, str) else "".join(source))
+                )
     except RecursionError:
         raise Unreadable("is nested too deeply for a notebook") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise Unreadable("is not a notebook of format 4: open it in Jupyter and save it again") from None
-    return ({name: "\n\n".join(cell.text for cell in cells) for name, cells in by_task.items()},
-            [f"{name}: {said}" for name, cells in by_task.items() for cell in cells for said in cell.skipped])
+    return (
+        {name: "\n\n".join(cell.text for cell in cells) for name, cells in by_task.items()},
+        [f"{name}: {said}" for name, cells in by_task.items() for cell in cells for said in cell.skipped],
+    )
 
 
 def _functions_of(text: str) -> str:
@@ -160,8 +166,14 @@ def _text(data: bytes) -> str:
 def _files(path: Path, lessons: set[str]) -> Iterator[_File]:
     """The files under a given path, each with its learner."""
     if not path.is_dir():
-        yield from _open(path, learner_id(path.stem if path.stem not in lessons else path.resolve().parent.name),
-                         path.name, path.stem, lessons, alone=True)
+        yield from _open(
+            path,
+            learner_id(path.stem if path.stem not in lessons else path.resolve().parent.name),
+            path.name,
+            path.stem,
+            lessons,
+            alone=True,
+        )
         return
     for count, file in enumerate(_walk(path)):
         if count > MAX_FILES:
@@ -198,8 +210,7 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield Path(root, name)
 
 
-def _open(file: Path, learner: str, where: str, lesson: str, lessons: set[str], alone: bool = False
-          ) -> Iterator[_File]:
+def _open(file: Path, learner: str, where: str, lesson: str, lessons: set[str], alone: bool = False) -> Iterator[_File]:
     """A file as it is, or the members of a zip."""
     if file.suffix not in KINDS and file.name != "timestamp.txt":
         yield _File(learner, where, lesson, None, f"is none of {', '.join(KINDS)}")
@@ -261,8 +272,11 @@ def unpacked(data: bytes) -> list[tuple[str, bytes]]:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = archive.infolist()
             _look_through(members)
-            return [(member.filename, _member(archive, member)) for member in members
-                    if not member.is_dir() and _wanted(member.filename)]
+            return [
+                (member.filename, _member(archive, member))
+                for member in members
+                if not member.is_dir() and _wanted(member.filename)
+            ]
     except Unreadable:
         raise
     except Exception as error:  # zipfile and the decompressors raise a dozen kinds

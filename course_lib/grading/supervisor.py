@@ -78,9 +78,14 @@ def _task(module: str, name: str) -> Task:
 def _limit(limits: dict[str, float]) -> None:
     """The kernel's limits on each process from here on; the parent watches what they take together."""
     seconds = int(limits["seconds"]) + 1
-    for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, limits["file_size"]),
-                       (resource.RLIMIT_NOFILE, 512), (resource.RLIMIT_CPU, seconds),
-                       (resource.RLIMIT_AS, limits["memory"]), (resource.RLIMIT_NPROC, THREADS * limits["processes"])):
+    for kind, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, limits["file_size"]),
+        (resource.RLIMIT_NOFILE, 512),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_AS, limits["memory"]),
+        (resource.RLIMIT_NPROC, THREADS * limits["processes"]),
+    ):
         resource.setrlimit(kind, (int(most), int(most)))
 
 
@@ -183,7 +188,7 @@ class _Ranks:
             end = at + LENGTH.size + LENGTH.unpack_from(said, at)[0]
             if end > len(said):
                 break
-            parts.append(bytes(said[at + LENGTH.size:end]))
+            parts.append(bytes(said[at + LENGTH.size : end]))
             at = end
         return parts
 
@@ -194,8 +199,16 @@ class _Ranks:
         return b"" if not parts or parts[-1] == READY else parts[-1]
 
 
-def _be_rank(task: Task, job: dict[str, Any], join: Callable[[], None], world_size: int, rank: int,
-             announces: int | None, reader: int, writer: int) -> None:
+def _be_rank(
+    task: Task,
+    job: dict[str, Any],
+    join: Callable[[], None],
+    world_size: int,
+    rank: int,
+    announces: int | None,
+    reader: int,
+    writer: int,
+) -> None:
     """Observe the learner's function on one rank; never returns."""
     try:
         _quieten()
@@ -243,8 +256,12 @@ def _join(job: dict[str, Any], number: int, rank: int, world_size: int) -> None:
     import torch.distributed
 
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{os.getcwd()}/ranks-{number}", rank=rank, world_size=world_size,
-        timeout=timedelta(hours=1))  # the whole of it is ended long before
+        "gloo",
+        init_method=f"file://{os.getcwd()}/ranks-{number}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(hours=1),
+    )  # the whole of it is ended long before
 
 
 def _function(source: str, name: str) -> Callable[..., Any]:
@@ -303,4 +320,4 @@ def _send(descriptor: int, data: bytes) -> None:
 def _write(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
-        view = view[os.write(descriptor, view):]
+        view = view[os.write(descriptor, view) :]

@@ -190,16 +190,22 @@ class Task:
         An observation of a function that raised is ``{"error": text, "at": seconds}``: then no property holds, and the
         error that came first is told, since others follow from it.
         """
-        errors = [(_at(seen), rank, str(seen["error"]) if isinstance(seen, Mapping) else "no observation")
-                  for rank, seen in enumerate(observations) if not isinstance(seen, Mapping) or "error" in seen]
+        errors = [
+            (_at(seen), rank, str(seen["error"]) if isinstance(seen, Mapping) else "no observation")
+            for rank, seen in enumerate(observations)
+            if not isinstance(seen, Mapping) or "error" in seen
+        ]
         if errors:
             _, rank, error = min(errors)
-            return [Finding(name, False, rank, "a result", error, case=self._described(case))
-                    for name in self.properties]
+            return [
+                Finding(name, False, rank, "a result", error, case=self._described(case)) for name in self.properties
+            ]
         if len(observations) != case.world_size:
             actual = f"from {len(observations)}"
-            return [Finding(name, False, None, f"observations from {case.world_size} ranks", actual)
-                    for name in self.properties]
+            return [
+                Finding(name, False, None, f"observations from {case.world_size} ranks", actual)
+                for name in self.properties
+            ]
         return [self._finding(name, case, observations) for name in self.properties]
 
     def _finding(self, name: str, case: Case, observations: Sequence[Observation]) -> Finding:
@@ -223,8 +229,15 @@ def described(case: Case, on_ranks: bool = True) -> str:
         return text
     if any(map(_has_array, case.inputs.values())):
         return text[: MAX_DESCRIBED - 3] + "..."
-    return "\n".join([*ranks, *(f"{name} = {pformat(value, width=100, compact=True, sort_dicts=False)}"
-                                for name, value in case.inputs.items())])
+    return "\n".join(
+        [
+            *ranks,
+            *(
+                f"{name} = {pformat(value, width=100, compact=True, sort_dicts=False)}"
+                for name, value in case.inputs.items()
+            ),
+        ]
+    )
 
 
 def is_array(value: Plain) -> bool:
@@ -246,7 +259,8 @@ def _form(value: Plain) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name} {_form(item)}" for name, item in value.items()) + "}"
     if isinstance(value, (list, tuple)) and any(
-            is_array(item) or isinstance(item, (list, tuple, dict)) for item in value):
+        is_array(item) or isinstance(item, (list, tuple, dict)) for item in value
+    ):
         forms = [_form(item) for item in value]
         return f"{len(forms)} of {forms[0]}" if len(set(forms)) == 1 else "[" + ", ".join(forms) + "]"
     return str(value)

@@ -1,10 +1,10 @@
 """The exercises as tasks for programs: a folder each, with prompt, files, checker and time limit.
 
-    OUT/README.md  tasks.json            what it is; all tasks with points, limits and files
-    OUT/ddp-ring/prompt.md               what to write: all that a program is told
-    OUT/ddp-ring/workspace/answer.py     what it starts from
-    OUT/ddp-ring/task.json  check.py     points and limits; ``python check.py workspace/answer.py`` gives the score
-    OUT/grader/                          the course's package and the hidden cases, which no program may see
+OUT/README.md  tasks.json            what it is; all tasks with points, limits and files
+OUT/ddp-ring/prompt.md               what to write: all that a program is told
+OUT/ddp-ring/workspace/answer.py     what it starts from
+OUT/ddp-ring/task.json  check.py     points and limits; ``python check.py workspace/answer.py`` gives the score
+OUT/grader/                          the course's package and the hidden cases, which no program may see
 """
 
 import json
@@ -39,7 +39,7 @@ from course_lib.grading.task_check import main  # noqa: E402
 
 sys.exit(main(Path(__file__).resolve().parent))
 '''
-README = '''# {count} tasks in distributed training
+README = """# {count} tasks in distributed training
 
 Each folder but `grader/` is a task: a program gets `prompt.md` and `workspace/`, and writes `workspace/answer.py`. What
 it has written is graded by behaviour on real processes, in a sandbox, by cases of which most are hidden:
@@ -55,8 +55,8 @@ draws the same ones again.
 
 **Give a program neither `grader/` nor `check.py`**: the hidden cases are in them. `tasks.json` lists all tasks with
 points, difficulty (1 to 5) and the minutes that a learner takes.
-'''
-PROMPT = '''# {title}
+"""
+PROMPT = """# {title}
 
 {text}
 
@@ -72,7 +72,7 @@ Points: {points}.
 
 It may import torch, numpy and Python's standard library. It has {seconds:.0f} s and {memory:.0f} GiB for all cases
 together. Nothing that it prints or writes is looked at.
-'''
+"""
 ON_RANKS = ", which is called on every one of the 1 to 4 ranks of a process group (gloo, on a CPU)"
 _DETAILS = re.compile(r"<details>.*?</details>\n*", re.DOTALL)
 _HEADING = re.compile(r"^## (?:\d+\. )?(.*)\n+`[^\n]*points[^\n]*\n+")
@@ -111,9 +111,16 @@ def bundle(course: Path, out: Path, tasks: Mapping[str, Task]) -> list[Path]:
                     given = texts.get(name, ""), stubs.get(name, ""), full.get(name, "")
                     about.append(_write_task(inside, task, *given))
         write_text(inside / "tasks.json", json.dumps({"format": FORMAT, "tasks": about}, indent=1) + "\n")
-        write_text(inside / "README.md", README.format(
-            count=len(about), first=about[0]["id"], torch=torch.__version__.split("+")[0], seconds=LIMITS.seconds,
-            memory=LIMITS.memory / 2**30))
+        write_text(
+            inside / "README.md",
+            README.format(
+                count=len(about),
+                first=about[0]["id"],
+                torch=torch.__version__.split("+")[0],
+                seconds=LIMITS.seconds,
+                memory=LIMITS.memory / 2**30,
+            ),
+        )
         _write_grader(course, inside / "grader", lessons)
         if out.exists():
             out.rmdir()
@@ -136,8 +143,9 @@ def prompts(path: Path) -> dict[str, str]:
             text = cell.source
         elif about.get("solution") and about["grade_id"] in names:
             if not _HEADING.match(text):
-                raise DataError(f"{path.name} has no text before {about['grade_id']}",
-                                "give it a heading and its points")
+                raise DataError(
+                    f"{path.name} has no text before {about['grade_id']}", "give it a heading and its points"
+                )
             body = _DETAILS.sub("", _HEADING.sub("", text))
             texts[names[about["grade_id"]]] = _LINK.sub(r"\1", body).strip()
     return texts
@@ -150,16 +158,36 @@ def _write_task(inside: Path, task: Task, text: str, stub: str, solution: str) -
     folder = inside / task.grade_id
     (folder / "workspace").mkdir(parents=True)
     about = {
-        "format": FORMAT, "id": task.grade_id, "name": task.name, "title": task.title, "lesson": task.lesson,
-        "function": task.function, "difficulty": task.difficulty, "importance": task.importance,
-        "minutes": task.minutes, "on_ranks": task.needs_ranks, "points": dict(task.points),
-        "essential": list(task.essential), "prompt": "prompt.md", "files": ["workspace/answer.py"],
-        "check": "python check.py workspace/answer.py", "seconds": LIMITS.seconds,
-        "memory_gib": LIMITS.memory / 2**30, "torch": torch.__version__, "numpy": numpy.__version__}
+        "format": FORMAT,
+        "id": task.grade_id,
+        "name": task.name,
+        "title": task.title,
+        "lesson": task.lesson,
+        "function": task.function,
+        "difficulty": task.difficulty,
+        "importance": task.importance,
+        "minutes": task.minutes,
+        "on_ranks": task.needs_ranks,
+        "points": dict(task.points),
+        "essential": list(task.essential),
+        "prompt": "prompt.md",
+        "files": ["workspace/answer.py"],
+        "check": "python check.py workspace/answer.py",
+        "seconds": LIMITS.seconds,
+        "memory_gib": LIMITS.memory / 2**30,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+    }
     prompt = PROMPT.format(
-        title=task.title[0].upper() + task.title[1:], text=text, function=task.function,
-        ranks=ON_RANKS if task.needs_ranks else "", stub=stub.strip(), seconds=LIMITS.seconds,
-        memory=LIMITS.memory / 2**30, points=", ".join(f"{name} {points}" for name, points in task.points.items()))
+        title=task.title[0].upper() + task.title[1:],
+        text=text,
+        function=task.function,
+        ranks=ON_RANKS if task.needs_ranks else "",
+        stub=stub.strip(),
+        seconds=LIMITS.seconds,
+        memory=LIMITS.memory / 2**30,
+        points=", ".join(f"{name} {points}" for name, points in task.points.items()),
+    )
     if solution.strip() in prompt:
         raise DataError(f"the prompt of {task.name} would give its solution away", "look at its marks")
     write_text(folder / "prompt.md", prompt)
@@ -171,8 +199,11 @@ def _write_task(inside: Path, task: Task, text: str, stub: str, solution: str) -
 
 def _write_grader(course: Path, grader: Path, lessons: list[str]) -> None:
     """The package and the hidden cases of some lessons, laid out as in the course."""
-    shutil.copytree(course / "course_lib", grader / "course_lib",
-                    ignore=shutil.ignore_patterns("__pycache__", "*.pyc", ".ipynb_checkpoints"))
+    shutil.copytree(
+        course / "course_lib",
+        grader / "course_lib",
+        ignore=shutil.ignore_patterns("__pycache__", "*.pyc", ".ipynb_checkpoints"),
+    )
     (grader / "solutions" / "hidden").mkdir(parents=True)
     for lesson in lessons:
         source = course / "solutions" / "hidden" / f"{lesson}.py"

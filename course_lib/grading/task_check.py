@@ -55,15 +55,22 @@ def result(folder: Path, answer: Path, seed: int) -> dict[str, Any]:
     """
     about = json.loads((folder / "task.json").read_text(encoding="utf-8"))
     if about["name"] not in TASKS:
-        raise DataError(f"no task {about['name']} in this grader",
-                        "write the tasks anew: course release --format tasks")
+        raise DataError(
+            f"no task {about['name']} in this grader", "write the tasks anew: course release --format tasks"
+        )
     if not answer.is_file() or answer.stat().st_size > MOST_BYTES:
         raise DataError(f"{answer} is no file of at most 1 MiB", "give the text of an answer")
     task, sandbox = TASKS[about["name"]], Sandbox()
     sandbox.require()
     limits = Limits(seconds=about["seconds"], memory=int(about["memory_gib"] * 2**30))
     source = python_of(answer.read_text(encoding="utf-8", errors="replace")).text
-    verdict = grade_source(task, source, limits=limits, sandbox=sandbox,
-                           hidden=hidden_cases(task, random.Random(f"{seed} {task.name}")))
-    return {"format": about["format"], "id": about["id"], "seed": seed,
-            "score": round(verdict.points / verdict.maximum, 4), **verdict.to_json()}
+    verdict = grade_source(
+        task, source, limits=limits, sandbox=sandbox, hidden=hidden_cases(task, random.Random(f"{seed} {task.name}"))
+    )
+    return {
+        "format": about["format"],
+        "id": about["id"],
+        "seed": seed,
+        "score": round(verdict.points / verdict.maximum, 4),
+        **verdict.to_json(),
+    }

@@ -88,8 +88,11 @@ def judge(task: Task, meeting: PeerMeeting, seen: Sequence[Observation]) -> list
             miss = _right(task, meeting, seen) if name == task.met.property else _told(seen)
         except Malformed as malformed:
             miss = malformed.miss
-        findings.append(Finding(name, True, None, "", "") if miss is None else
-                        Finding(name, False, miss.rank, miss.expected, miss.found))
+        findings.append(
+            Finding(name, True, None, "", "")
+            if miss is None
+            else Finding(name, False, miss.rank, miss.expected, miss.found)
+        )
     return findings
 
 
@@ -102,8 +105,11 @@ def parted(task: Task, left: str) -> list[Finding]:
 def _told(seen: Sequence[Observation]) -> Miss | None:
     """Whether rank 0's notes are what took place here."""
     told, joined = made_by(seen, 0), items(seen, RANK, "joined", str)
-    return None if told == joined else Miss(f"what its peer saw: {short(', '.join(joined) or 'nothing')}",
-                                            short(", ".join(told) or "nothing"), 0)
+    return (
+        None
+        if told == joined
+        else Miss(f"what its peer saw: {short(', '.join(joined) or 'nothing')}", short(", ".join(told) or "nothing"), 0)
+    )
 
 
 def _right(task: Task, meeting: PeerMeeting, seen: Sequence[Observation]) -> Miss | None:
@@ -112,8 +118,10 @@ def _right(task: Task, meeting: PeerMeeting, seen: Sequence[Observation]) -> Mis
     brought = np.asarray(task.met.brings(meeting.case), dtype=np.float64)
     result, arrived = array(seen, 0, task.met.key, brought.shape), np.sort(array(seen, RANK, "arrived"))
     near = TOLERANCE * float(np.abs(brought).max() + meeting.number)
-    for mean, sent in (((brought + meeting.number) / 2, brought + meeting.number),  # divided after it was sent
-                       (brought / 2 + meeting.number, brought / 2 + meeting.number)):  # or before
+    for mean, sent in (
+        ((brought + meeting.number) / 2, brought + meeting.number),  # divided after it was sent
+        (brought / 2 + meeting.number, brought / 2 + meeting.number),
+    ):  # or before
         if np.allclose(result, mean, rtol=0, atol=near) and _all_among(sent, arrived, near):
             return None
     return Miss("the mean with what its peer brought, by what arrived there", "another", 0)

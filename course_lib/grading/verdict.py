@@ -58,8 +58,12 @@ class Verdict:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Verdict":
         """The verdict that `to_json` gave."""
-        return cls(data["task"], {name: Score(**score) for name, score in data["scores"].items()}, data["error"],
-                   data["seconds"])
+        return cls(
+            data["task"],
+            {name: Score(**score) for name, score in data["scores"].items()},
+            data["error"],
+            data["seconds"],
+        )
 
 
 def printable(text: str) -> str:
@@ -67,8 +71,9 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text[:TEXT_CHARACTERS])
 
 
-def scores_of(task: Task, public: Sequence[Finding], hidden: Sequence[Finding] | None, error: str | None
-              ) -> dict[str, Score]:
+def scores_of(
+    task: Task, public: Sequence[Finding], hidden: Sequence[Finding] | None, error: str | None
+) -> dict[str, Score]:
     """Points per property: its own if it was judged, held wherever it was, and nothing went wrong besides.
 
     What all of them earn is at most `Task.most`.

@@ -71,8 +71,15 @@ class ProcessWatch:
         cgroup: what it runs in. Where the kernel has refused it a process or a thread, nothing that it says counts.
     """
 
-    def __init__(self, process: subprocess.Popen, limits: Limits, started: bytes, stop: threading.Event,
-                 isolated: bool, cgroup: Cgroup | None):
+    def __init__(
+        self,
+        process: subprocess.Popen,
+        limits: Limits,
+        started: bytes,
+        stop: threading.Event,
+        isolated: bool,
+        cgroup: Cgroup | None,
+    ):
         self.process, self.limits, self.started, self.stop = process, limits, started, stop
         self.isolated, self.cgroup = isolated, cgroup
         self.output, self.complaint = bytearray(), bytearray()
@@ -87,7 +94,7 @@ class ProcessWatch:
         code = self.process.wait()
         seconds = 0.0 if self.began is None else time.monotonic() - self.began
         if self.began is not None and why != "stopped" and self._refused():  # also if it went on, and ended by itself
-            why, self.output = "processes", self.output[:len(self.started)]
+            why, self.output = "processes", self.output[: len(self.started)]
         return Ended(bytes(self.output), why, code, self.complaint.decode(errors="replace"), seconds)
 
     def _follow(self) -> str:

@@ -28,11 +28,16 @@ def least_bytes(observations: Sequence[Mapping[str, Any]]) -> int:
     return int(least)
 
 
-def not_on_the_wire(properties: Sequence[str], observations: Sequence[Mapping[str, Any]], counted: int
-                    ) -> list[Finding]:
+def not_on_the_wire(
+    properties: Sequence[str], observations: Sequence[Mapping[str, Any]], counted: int
+) -> list[Finding]:
     """No finding where what was noted fits what the kernel counted; else that no property holds."""
     least = least_bytes(observations)
     if counted >= least:
         return []
-    return [Finding(name, False, None, f"at least {least} bytes on the wire for the collectives that were noted",
-                    f"{counted}") for name in properties]
+    return [
+        Finding(
+            name, False, None, f"at least {least} bytes on the wire for the collectives that were noted", f"{counted}"
+        )
+        for name in properties
+    ]

@@ -75,9 +75,11 @@ class Replicas(Topic):
         wrong = [rank for rank in odd if digests[rank] != usual]
         differing = sum(len({facts[rank][other] for rank in odd}) > 1 for other in facts[right[0]])
         apart = self._distances(ranks, name, right[0])
-        return (f"`{name}` of {ranks.named(wrong)} is not that of {ranks.named(right)}, "
-                f"by up to {max(apart[rank] for rank in wrong):.3g} "
-                f"({differing} of {len(facts[right[0]])} tensors differ)")
+        return (
+            f"`{name}` of {ranks.named(wrong)} is not that of {ranks.named(right)}, "
+            f"by up to {max(apart[rank] for rank in wrong):.3g} "
+            f"({differing} of {len(facts[right[0]])} tensors differ)"
+        )
 
     def _distances(self, ranks: "GatheringRanks", name: str, reference: int) -> list[float]:
         """Each rank's largest distance of an element from the reference's; 0 on a rank that has no such tensor."""
@@ -93,8 +95,9 @@ class Replicas(Topic):
         return ranks.gather(apart)
 
 
-def replicas(tensors: Mapping[str, Tensor], cure: str, part: int = 0, elements: int | None = None,
-             offset: int = 0) -> Replicas:
+def replicas(
+    tensors: Mapping[str, Tensor], cure: str, part: int = 0, elements: int | None = None, offset: int = 0
+) -> Replicas:
     """Parameters, or other tensors, that every rank of a part should hold alike, as a topic.
 
     Args:

@@ -75,8 +75,10 @@ def diagnose(sightings: Sequence[RankSnapshot]) -> tuple[Culprit, ...]:
         circle = _circle(edges)
         free = circle - {who.rank for who, call, _ in edges if _holds_up(who, call)}
         roots, tells = free or circle, bool(free) and free != circle
-    return tuple(_verdict(sightings[rank], "elsewhere" if _is_elsewhere(sightings[rank], tells) else "behind", edges)
-                 for rank in sorted(roots))
+    return tuple(
+        _verdict(sightings[rank], "elsewhere" if _is_elsewhere(sightings[rank], tells) else "behind", edges)
+        for rank in sorted(roots)
+    )
 
 
 def is_hang(sightings: Sequence[RankSnapshot], rank: int, seconds: float) -> bool:
@@ -89,7 +91,8 @@ def is_hang(sightings: Sequence[RankSnapshot], rank: int, seconds: float) -> boo
         rank: who asks; it has made no progress for ``seconds`` itself.
     """
     if all(call.ended for peer in sightings for call in peer.calls) and all(
-            peer.life in ("running", "unseen", "late") for peer in sightings):
+        peer.life in ("running", "unseen", "late") for peer in sightings
+    ):
         seconds *= BUSY_FACTOR
     blamed = [sightings[verdict.rank] for verdict in diagnose(sightings)]
     blamed = blamed or [peer for peer in sightings if peer.life == "running"]
@@ -109,12 +112,18 @@ def _edges(sightings: Sequence[RankSnapshot]) -> Edges:
         if who.life not in ("running", "late"):
             continue
         for call in queue.waiting():
-            edges += [(who, call, rank) for rank in _partners(call, who.rank)
-                      if rank in gone or not _has_come(sightings[rank], queues[rank], call)]
+            edges += [
+                (who, call, rank)
+                for rank in _partners(call, who.rank)
+                if rank in gone or not _has_come(sightings[rank], queues[rank], call)
+            ]
         for call in who.calls:
             if call.ended and call.name in TOGETHER:  # a backend may end it with an error when it loses a peer
-                edges += [(who, call, rank) for rank in call.ranks
-                          if rank in gone and not sightings[rank].has_issued(call.stream, call.sequence)]
+                edges += [
+                    (who, call, rank)
+                    for rank in call.ranks
+                    if rank in gone and not sightings[rank].has_issued(call.stream, call.sequence)
+                ]
     return edges
 
 
@@ -141,9 +150,12 @@ def _circle(edges: Edges) -> set[int]:
     """The ranks that wait for each other."""
     waited_for = {whom for _, _, whom in edges}
     ranks = {who.rank for who, _, _ in edges} & waited_for
-    while outside := {rank for rank in ranks
-                      if not any(who.rank in ranks and whom == rank for who, _, whom in edges)
-                      or not any(who.rank == rank and whom in ranks for who, _, whom in edges)}:
+    while outside := {
+        rank
+        for rank in ranks
+        if not any(who.rank in ranks and whom == rank for who, _, whom in edges)
+        or not any(who.rank == rank and whom in ranks for who, _, whom in edges)
+    }:
         ranks -= outside
     return ranks
 
@@ -160,7 +172,8 @@ def _is_elsewhere(sighting: RankSnapshot, tells: bool) -> bool:
         tells: for its GPU's calls others of its circle spin, and it does not.
     """
     return sighting.life in ("running", "late") and not any(
-        call.state == WAITED_FOR and not (tells and call.on_gpu) for call in sighting.calls)
+        call.state == WAITED_FOR and not (tells and call.on_gpu) for call in sighting.calls
+    )
 
 
 def _mismatched(sightings: Sequence[RankSnapshot]) -> tuple[Culprit, ...]:
@@ -170,7 +183,8 @@ def _mismatched(sightings: Sequence[RankSnapshot]) -> tuple[Culprit, ...]:
     for peer in sightings:
         for call in peer.calls:
             if call.name not in POINT_TO_POINT and (
-                    not call.ended or (peer.life in ("dead", "failed") and call is peer.calls[-1])):
+                not call.ended or (peer.life in ("dead", "failed") and call is peer.calls[-1])
+            ):
                 key = call.stream, call.sequence
                 suspects[key] = min(call.at, suspects.get(key, math.inf))
     for key in sorted(suspects, key=lambda candidate: (suspects[candidate], candidate)):
@@ -208,7 +222,9 @@ def _has_come_before(history: dict[tuple, Call], call: Call) -> bool:
     last = history.get((call.stream, call.sequence - 1))
     return last is not None and any(
         _alike(earlier, last) and _alike(history.get((call.stream, earlier.sequence + 1)), call)
-        for earlier in history.values() if earlier.stream == call.stream and earlier.sequence < last.sequence)
+        for earlier in history.values()
+        if earlier.stream == call.stream and earlier.sequence < last.sequence
+    )
 
 
 def _alike(one: Call | None, other: Call) -> bool:
@@ -225,8 +241,9 @@ def _mismatch(sighting: RankSnapshot, call: Call, there: dict[int, Call]) -> Cul
         if _kind(theirs) != _kind(call):
             others.setdefault(f"{describe(theirs)} at {theirs.file}:{theirs.line}", []).append(rank)
     differ = ", and ".join(f"{ranks_in_words(ranks)} {text}" for text, ranks in others.items())
-    sentence = (f"rank {sighting.rank} issued {describe(call)} at {call.file}:{call.line} where {differ}"
-                + (f"; rank {sighting.rank} has died of it" if sighting.life == "dead" else ""))
+    sentence = f"rank {sighting.rank} issued {describe(call)} at {call.file}:{call.line} where {differ}" + (
+        f"; rank {sighting.rank} has died of it" if sighting.life == "dead" else ""
+    )
     return Culprit(sighting.rank, "mismatched", sentence, call.name, call.sequence, call.file, call.line)
 
 
@@ -236,8 +253,9 @@ def _verdict(sighting: RankSnapshot, what: What, edges: Edges) -> Culprit:
     last = sighting.calls[-1] if sighting.calls else None
     left = {(call.stream, call.sequence) for call in sighting.calls if call.ended}
     # A call that it had left keeps nobody: who is still in it has not woken up yet.
-    call = min((call for _, call in own), key=lambda waited_in: (_of_partner(waited_in) in left, waited_in.at),
-               default=last)
+    call = min(
+        (call for _, call in own), key=lambda waited_in: (_of_partner(waited_in) in left, waited_in.at), default=last
+    )
     file, line = place(sighting)
     held_up_by = [(call, whom) for who, call, whom in edges if who.rank == rank]
     if what == "behind" and held_up_by:
@@ -250,8 +268,10 @@ def _verdict(sighting: RankSnapshot, what: What, edges: Edges) -> Culprit:
         sentence += f"; it {seen} at {file}:{line}" + (f" in step {sighting.step + 1}" if sighting.step >= 0 else "")
     if own and call:
         waiting = sorted({who.rank for who, waited_in in own if waited_in.stream == call.stream})
-        sentence += (f"; {ranks_in_words(waiting)} wait{'s' if len(waiting) == 1 else ''} for it in {describe(call)}"
-                     f" at {call.file}:{call.line}")
+        sentence += (
+            f"; {ranks_in_words(waiting)} wait{'s' if len(waiting) == 1 else ''} for it in {describe(call)}"
+            f" at {call.file}:{call.line}"
+        )
     elif last:
         sentence += f"; its last call was {describe(last)} at {last.file}:{last.line}"
     return Culprit(rank, what, sentence, call.name if call else None, call.sequence if call else None, file, line)

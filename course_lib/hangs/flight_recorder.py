@@ -83,8 +83,18 @@ class FlightRecorder:
         frame = user_frame(sys._getframe(1)) or user_frame(frame_of(threading.main_thread()))
         code, line = (frame.f_code, frame.f_lineno) if frame else (None, None)
         # A code object hashes slowly, but is the same object as long as it runs.
-        key = (operator, shape, dtype, count, group.group_name, None if peer is None else args[peer],
-               None if root is None else args[root], gpu is not None, id(code), line)
+        key = (
+            operator,
+            shape,
+            dtype,
+            count,
+            group.group_name,
+            None if peer is None else args[peer],
+            None if root is None else args[root],
+            gpu is not None,
+            id(code),
+            line,
+        )
         with self._lock:
             text, stream, _ = self._texts.get(key) or self._text(key, group, code)
             self.serial += 1
@@ -187,11 +197,19 @@ class FlightRecorder:
         elif kind == "recv":
             stream = f"{name}:{'any' if other is None else other}>{own}:recv"
         described = {
-            "stream": stream, "name": kind, "shape": shape[:8], "tensors": count,
+            "stream": stream,
+            "name": kind,
+            "shape": shape[:8],
+            "tensors": count,
             "dtype": str(dtype).removeprefix("torch.") if dtype else None,
-            "peer": other, "root": None if root is None else ranks[root],
-            "axis": _group_in_words(group)[:32], "on_gpu": on_gpu,
-            "file": shown(code.co_filename, self._folder) if code else None, "line": line, "ranks": spans(ranks)}
+            "peer": other,
+            "root": None if root is None else ranks[root],
+            "axis": _group_in_words(group)[:32],
+            "on_gpu": on_gpu,
+            "file": shown(code.co_filename, self._folder) if code else None,
+            "line": line,
+            "ranks": spans(ranks),
+        }
         end = described["file"] and described["file"][-40:]
         for shorter in ({}, {"file": end}, {"file": end, "ranks": []}):  # long paths, odd groups of hundreds of ranks
             text = json.dumps(described | shorter).encode()

@@ -90,8 +90,12 @@ class Activity:
         self.main_spins = _worked(own, {main: own_now[main]} if main in own_now else {}) > SPIN_SHARE * (now - at)
         worked = _worked(others, others_now) + (0.0 if spins else _worked(own, own_now))
         exchanges = self._traffic.is_busy(self._below)  # asked each time, for it counts from one to the next
-        return (exchanges or worked > BUSY_SHARE * (now - at) or moved_now - moved > BUSY_BYTES * (now - at)
-                or self._main_state() in ("D" if spins else "DR"))
+        return (
+            exchanges
+            or worked > BUSY_SHARE * (now - at)
+            or moved_now - moved > BUSY_BYTES * (now - at)
+            or self._main_state() in ("D" if spins else "DR")
+        )
 
     def _main_state(self) -> str:
         """What the kernel says of the main thread, as seen from another: D in wait for a disk, R with a core or in the

@@ -65,8 +65,10 @@ def connections() -> list[Connection]:
     if sys.platform != "linux":
         return ends
     for family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM,
-                                                         _NETLINK_SOCK_DIAG) as asked:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _NETLINK_SOCK_DIAG) as asked,
+        ):
             asked.settimeout(1.0)
             body = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INFO - 1), 0, _ALL_STATES, bytes(48))
             asked.send(_HEADER.pack(_HEADER.size + len(body), _BY_FAMILY, _REQUEST_ALL, 1, 0) + body)
@@ -96,8 +98,12 @@ def _connection(content: bytes) -> Connection:
         if kind == _INFO and size >= _ATTRIBUTE.size + _COUNTED_AT + _COUNTED.size:
             moved = sum(_COUNTED.unpack_from(content, at + _ATTRIBUTE.size + _COUNTED_AT))
         at += max(4, (size + 3) & ~3)
-    return Connection(inode, (_text(family, address), int.from_bytes(port, "big")),
-                      (_text(family, other_address), int.from_bytes(other_port, "big")), moved)
+    return Connection(
+        inode,
+        (_text(family, address), int.from_bytes(port, "big")),
+        (_text(family, other_address), int.from_bytes(other_port, "big")),
+        moved,
+    )
 
 
 def _text(family: int, address: bytes) -> str:
@@ -159,6 +165,11 @@ class Traffic:
         every, peers = connections(), self._peers()
         own, theirs = sockets_of(pids), sockets_of(peers.pids - pids)
         of_peers = {(end.own, end.other) for end in every if end.inode in theirs}
-        return {end.inode: end.moved for end in every if end.inode in own
-                and (end.other, end.own) not in of_peers and not {end.own[1], end.other[1]} & peers.ports
-                and end.other[0] not in peers.addresses}
+        return {
+            end.inode: end.moved
+            for end in every
+            if end.inode in own
+            and (end.other, end.own) not in of_peers
+            and not {end.own[1], end.other[1]} & peers.ports
+            and end.other[0] not in peers.addresses
+        }

@@ -167,8 +167,9 @@ class RankState:
         self.memory[_WORDS_AT + 4 : _WORDS_AT + 4 + len(text)] = text
         struct.pack_into("=I", self.memory, _WORDS_AT, len(text))
 
-    def write_call(self, serial: int, sequence: int, at: float, step: int, stream: str, text: bytes,
-                   batch: int = 0) -> None:
+    def write_call(
+        self, serial: int, sequence: int, at: float, step: int, stream: str, text: bytes, batch: int = 0
+    ) -> None:
         """Note a call that is about to be issued; ``text`` is JSON with its other fields, at most CALL_ROOM bytes."""
         memory, start = self.memory, _at(serial % CALLS)
         if stream not in self._slots:
@@ -228,10 +229,22 @@ def read_page(content: bytes, rank: int, pid: int, host: str, life: Life, now: f
     elif declared and life == "dead":  # its watchdog has ended it, and the page says how it was before
         life = "running"
     progressed_at = max([progressed_at, *(call.at for call in calls[-1:])])
-    return RankSnapshot(rank, life, pid, host, _STEP.unpack_from(content, _STEP_AT)[0] - 1,
-                        now - progressed_at, now - looked_at, placed_at,
-                        bool(_SPINS.unpack_from(content, _SPINS_AT)[0]), tuple(calls), orders, words or {},
-                        bool(declared), bool(reported))
+    return RankSnapshot(
+        rank,
+        life,
+        pid,
+        host,
+        _STEP.unpack_from(content, _STEP_AT)[0] - 1,
+        now - progressed_at,
+        now - looked_at,
+        placed_at,
+        bool(_SPINS.unpack_from(content, _SPINS_AT)[0]),
+        tuple(calls),
+        orders,
+        words or {},
+        bool(declared),
+        bool(reported),
+    )
 
 
 def read_flags(content: bytes | mmap.mmap) -> tuple[int, int, int]:
@@ -251,9 +264,20 @@ def _call(content: bytes, slot: int) -> Call | None:
     if not serial:
         return None
     text = _json(content[start + _CALL.size : start + _CALL.size + size])
-    return None if text is None else Call(serial=serial, sequence=sequence, step=step, at=at, state=state, batch=batch,
-                                              waited=waited, **{
-        **text, "shape": tuple(text["shape"]), "ranks": _ranks(text["ranks"])})
+    return (
+        None
+        if text is None
+        else Call(
+            serial=serial,
+            sequence=sequence,
+            step=step,
+            at=at,
+            state=state,
+            batch=batch,
+            waited=waited,
+            **{**text, "shape": tuple(text["shape"]), "ranks": _ranks(text["ranks"])},
+        )
+    )
 
 
 def _json(text: bytes) -> dict[str, Any] | None:

@@ -46,8 +46,14 @@ class Identity:
 
     @classmethod
     def own(cls, page: RankState) -> "Identity":
-        return cls(os.getpid(), start_ticks(os.getpid()), socket.gethostname(), machine(), page.descriptor,
-                   tuple(own_addresses()))
+        return cls(
+            os.getpid(),
+            start_ticks(os.getpid()),
+            socket.gethostname(),
+            machine(),
+            page.descriptor,
+            tuple(own_addresses()),
+        )
 
     def map(self) -> mmap.mmap:
         """Its page.
@@ -120,9 +126,11 @@ class RankStateExchange:
     def peers(self) -> Peers:
         """Processes of the other ranks on this machine, addresses of those on others, and the store's port."""
         others = {rank: known for rank, known in list(self._identities.items()) if rank != self.rank}
-        return Peers({known.pid for rank, known in others.items() if self.is_local(rank)},
-                     {address for rank, known in others.items() if not self.is_local(rank)
-                      for address in known.addresses}, self._ports)
+        return Peers(
+            {known.pid for rank, known in others.items() if self.is_local(rank)},
+            {address for rank, known in others.items() if not self.is_local(rank) for address in known.addresses},
+            self._ports,
+        )
 
     def is_local(self, rank: int) -> bool:
         """Whether a rank's page is mapped here."""
@@ -148,8 +156,11 @@ class RankStateExchange:
     def dead(self) -> list[int]:
         """Ranks of this machine that died during their training, and not because their watchdog ended them."""
         # The kernel is asked before the flags: a rank says that it leaves, and then ends.
-        return [rank for rank, page in list(self._maps.items())
-                if self._life(rank) == "dead" and read_flags(page)[:2] == (RUNNING, False)]
+        return [
+            rank
+            for rank, page in list(self._maps.items())
+            if self._life(rank) == "dead" and read_flags(page)[:2] == (RUNNING, False)
+        ]
 
     def _life(self, rank: int) -> Life:
         """What the kernel says, where it can be asked."""

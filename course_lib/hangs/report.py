@@ -50,10 +50,38 @@ class ReportedRank:
     def of(cls, seen: RankSnapshot) -> "ReportedRank":
         last, alive = seen.calls[-1] if seen.calls else None, seen.life not in ("dead", "silent")
         if last is None:
-            return cls(seen.rank, seen.pid, seen.host, seen.step, None, None, None, None, None, None, None, False,
-                       seen.stalled, alive)
-        return cls(seen.rank, seen.pid, seen.host, seen.step, last.sequence, last.name, last.shape, last.dtype,
-                   last.ranks, last.file, last.line, last.ended, seen.stalled, alive)
+            return cls(
+                seen.rank,
+                seen.pid,
+                seen.host,
+                seen.step,
+                None,
+                None,
+                None,
+                None,
+                None,
+                None,
+                None,
+                False,
+                seen.stalled,
+                alive,
+            )
+        return cls(
+            seen.rank,
+            seen.pid,
+            seen.host,
+            seen.step,
+            last.sequence,
+            last.name,
+            last.shape,
+            last.dtype,
+            last.ranks,
+            last.file,
+            last.line,
+            last.ended,
+            seen.stalled,
+            alive,
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +108,8 @@ class HangReport:
     def summary(self) -> str:
         """The verdicts in one line."""
         said = "; ".join(verdict.sentence for verdict in self.verdicts) or (
-            "no rank is behind: all have come to the same collectives, and those do not end; look at the network")
+            "no rank is behind: all have come to the same collectives, and those do not end; look at the network"
+        )
         return f"{said}; NCCL reports {self.backend_error}" if self.backend_error else said
 
     def write(self, folder: Path, sightings: Sequence[RankSnapshot], backend: Any = None) -> None:
@@ -95,7 +124,8 @@ class HangReport:
         folder.mkdir(parents=True, exist_ok=True)
         content = dataclasses.asdict(self) | {
             "calls": {seen.rank: [dataclasses.asdict(call) for call in seen.calls] for seen in sightings},
-            "backend": backend}
+            "backend": backend,
+        }
         write_text(folder / f"hang-rank{self.rank}.json", json.dumps(content, indent=1) + "\n")
         write_text(folder / f"hang-rank{self.rank}.txt", self._text(sightings))
 
@@ -110,10 +140,11 @@ class HangReport:
             shown = "none"
             if seen.calls:
                 last = seen.calls[-1]
-                shown = (f"{describe(last)}, {'ended' if last.ended else 'not ended'}, "
-                         f"issued at {last.file}:{last.line}")
-            lines.append(f"{seen.rank:4}  {seen.step if seen.step >= 0 else '-':>4}  {shown}; {seen.life}, "
-                         f"at {file}:{line}, {seen.stalled:.1f} s without progress")
+                shown = f"{describe(last)}, {'ended' if last.ended else 'not ended'}, issued at {last.file}:{last.line}"
+            lines.append(
+                f"{seen.rank:4}  {seen.step if seen.step >= 0 else '-':>4}  {shown}; {seen.life}, "
+                f"at {file}:{line}, {seen.stalled:.1f} s without progress"
+            )
         return "\n".join([*lines, "", self.stacks, ""])
 
 
@@ -122,11 +153,20 @@ def read_reports(folder: str | Path) -> list[HangReport]:
     reports = []
     for path in Path(folder).glob("hang-rank*.json"):
         content = json.loads(path.read_text(encoding="utf-8"))
-        states = tuple(ReportedRank(**{**state, "shape": _tuple(state["shape"]), "group": _tuple(state["group"])})
-                       for state in content["states"])
-        reports.append(HangReport(content["rank"], content["seconds"],
-                                tuple(Culprit(**verdict) for verdict in content["verdicts"]), states,
-                                content["stacks"], content.get("backend_error")))
+        states = tuple(
+            ReportedRank(**{**state, "shape": _tuple(state["shape"]), "group": _tuple(state["group"])})
+            for state in content["states"]
+        )
+        reports.append(
+            HangReport(
+                content["rank"],
+                content["seconds"],
+                tuple(Culprit(**verdict) for verdict in content["verdicts"]),
+                states,
+                content["stacks"],
+                content.get("backend_error"),
+            )
+        )
     return sorted(reports, key=lambda report: report.rank)
 
 

@@ -27,8 +27,10 @@ class Reprieve:
     def start(self) -> None:
         """Called on the main thread; on another, nothing is held back."""
         global _active
-        if threading.current_thread() is not threading.main_thread() \
-                or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        ):
             return
         self._reader, self._writer = os.pipe()
         for end in (self._reader, self._writer):

@@ -78,8 +78,10 @@ class StartupWatch:
 
     def __init__(self, seconds: float, folder: Path, rank: int | None = None, world_size: int = 1):
         self.seconds, self.folder, self.rank, self.world_size = seconds, folder, rank, world_size
-        launch = "-".join(os.environ.get(name, "") for name in (
-            "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))
+        launch = "-".join(
+            os.environ.get(name, "")
+            for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+        )
         self.notes = folder.with_name(f"{folder.name}-start-" + "".join(c if c.isalnum() else "_" for c in launch))
         self._began, self._arrived_at = time.time(), 0.0
         self._over = threading.Event()
@@ -133,9 +135,17 @@ class StartupWatch:
 
     def _note(self, idle: float) -> Note:
         frame = frame_of(threading.main_thread())
-        return Note(os.getpid(), start_ticks(os.getpid()), socket.gethostname(), machine(), time.time(),
-                    bool(self._arrived_at), idle, *main_place(os.getcwd()),
-                    "".join(traceback.format_stack(frame)) if frame else "")
+        return Note(
+            os.getpid(),
+            start_ticks(os.getpid()),
+            socket.gethostname(),
+            machine(),
+            time.time(),
+            bool(self._arrived_at),
+            idle,
+            *main_place(os.getcwd()),
+            "".join(traceback.format_stack(frame)) if frame else "",
+        )
 
     def _missing(self) -> dict[int, Note | None]:
         """Those to blame, where this rank is the one to say so: of those that wait the first."""
@@ -146,8 +156,10 @@ class StartupWatch:
         if self.rank != min(rank for rank, note in seen.items() if rank == self.rank or (note and note.arrived)):
             return {}
         late = {rank: note for rank, note in seen.items() if rank != self.rank and not (note and note.arrived)}
-        if any(note is not None and note.state() == "running" and note.idle < self.seconds
-               for note in late.values()) and waited < UNSEEN_FACTOR * self.seconds:
+        if (
+            any(note is not None and note.state() == "running" and note.idle < self.seconds for note in late.values())
+            and waited < UNSEEN_FACTOR * self.seconds
+        ):
             return {}
         known = {rank: note for rank, note in late.items() if note is not None}
         return dict(known) if known else late if waited >= UNSEEN_FACTOR * self.seconds else {}
@@ -164,11 +176,22 @@ class StartupWatch:
         file, line = main_place(os.getcwd())
         come = [rank for rank in range(self.world_size) if rank not in late]
         others = f"{ranks_in_words(come)} wait{'s' if len(come) == 1 else ''} for it at {file}:{line}"
-        verdicts = tuple(Culprit(rank, _what(note), f"rank {rank} {_how(note)}; {others}", "init_process_group", None,
-                                 note.file if note else None, note.line if note else None)
-                         for rank, note in late.items())
-        stacks = "\n".join(f"--- rank {rank} ---\n{note.stack if note else 'none: it has left no note'}"
-                           for rank, note in sorted(late.items()))
+        verdicts = tuple(
+            Culprit(
+                rank,
+                _what(note),
+                f"rank {rank} {_how(note)}; {others}",
+                "init_process_group",
+                None,
+                note.file if note else None,
+                note.line if note else None,
+            )
+            for rank, note in late.items()
+        )
+        stacks = "\n".join(
+            f"--- rank {rank} ---\n{note.stack if note else 'none: it has left no note'}"
+            for rank, note in sorted(late.items())
+        )
         report = HangReport(self.rank or 0, time.time() - self._arrived_at, verdicts, (), stacks)
         report.write(self.folder, [])
         os.write(2, f"watchdog: {report.summary}. The report: {self.folder}/hang-rank{self.rank}.txt\n".encode())

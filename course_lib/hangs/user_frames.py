@@ -10,8 +10,13 @@ from types import FrameType
 
 _FOREIGN = {"torch", "accelerate", "deepspeed", "transformers", *sys.stdlib_module_names}
 """Packages whose code is not the user's."""
-_OURS = {"course_lib.hangs.flight_recorder", "course_lib.hangs.startup_watch", "course_lib.hangs.watchdog",
-         "course_lib.metering.collective_hooks", "course_lib.attach.inside"}
+_OURS = {
+    "course_lib.hangs.flight_recorder",
+    "course_lib.hangs.startup_watch",
+    "course_lib.hangs.watchdog",
+    "course_lib.metering.collective_hooks",
+    "course_lib.attach.inside",
+}
 """Modules of the course through which every call goes."""
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 """Folders of packages that the user's code calls; a line of theirs is told only where none of the user's is there."""

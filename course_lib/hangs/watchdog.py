@@ -101,8 +101,7 @@ class Watchdog:
         self._board = RankStateExchange(rank, world_size, store, f"course/watchdog/{Watchdog._entered}")
         self._recorder = FlightRecorder(self._board.page)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._activity, self._entered_at = Activity(
-            (self._thread, self._board.thread), self._board.peers), time.time()
+        self._activity, self._entered_at = Activity((self._thread, self._board.thread), self._board.peers), time.time()
         self._looked = self._measured = self._progressed = self._moved = time.monotonic()
         self._mark: tuple[int, int] = (0, 0)
         self._position = 0
@@ -120,8 +119,9 @@ class Watchdog:
         self._board.page.write_step(step + 1)
         self._beats += 1
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._error = error
         if error is not None and is_consequence(error):
             self._lost_peer.set()  # the thread finds out whom, and reports
@@ -214,10 +214,17 @@ class Watchdog:
         self._write_flags()
         sightings = self._wait_for(lambda peer: "stacks" in peer.words, ANSWER_SECONDS)
         answering = [peer.rank for peer in sightings if peer.life == "running" and "stacks" in peer.words]
-        stacks = "\n".join(f"--- rank {peer.rank} ---\n{peer.words.get('stacks') or f'none: it is {peer.life}'}"
-                           for peer in sightings)
-        report = HangReport(self.rank, sightings[self.rank].stalled, diagnose(sightings),
-                            tuple(map(ReportedRank.of, sightings)), stacks, self._error_of_backend)
+        stacks = "\n".join(
+            f"--- rank {peer.rank} ---\n{peer.words.get('stacks') or f'none: it is {peer.life}'}" for peer in sightings
+        )
+        report = HangReport(
+            self.rank,
+            sightings[self.rank].stalled,
+            diagnose(sightings),
+            tuple(map(ReportedRank.of, sightings)),
+            stacks,
+            self._error_of_backend,
+        )
         line = f"watchdog: {report.summary}. The ranks' reports: {self.folder}/hang-rank*.txt\n"
         try:
             self._remove_old_reports()

@@ -18,7 +18,7 @@ from course_lib.errors import ConfigError
 PROMISE = {
     "cpu": "deterministic: on this CPU, with as many ranks and threads, the next run gives the same bits",
     "cuda": "deterministic: on this model of GPU, with this driver, software and as many ranks, the next run gives the "
-            "same bits; no other kind of GPU does, and no other number of ranks",
+    "same bits; no other kind of GPU does, and no other number of ranks",
     "mps": "deterministic: operators that are not are refused where torch knows them; for this GPU it promises no more",
 }
 """What is said of a run, by kind of device."""
@@ -51,8 +51,10 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if refused := _REFUSAL.search(str(error)):
-            raise ConfigError(f"{refused['operator']} has no deterministic form on this device",
-                              "leave out --deterministic, or use a model that does without it") from error
+            raise ConfigError(
+                f"{refused['operator']} has no deterministic form on this device",
+                "leave out --deterministic, or use a model that does without it",
+            ) from error
         raise
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -120,7 +120,8 @@ def _run_forked(main: Callable[[], int], num_processes: int, threads: int | None
     context = multiprocessing.get_context("fork")
     ranks: list[BaseProcess] = [
         context.Process(target=_rank, args=(main, rank, num_processes, store.port, threads))
-        for rank in range(num_processes)]
+        for rank in range(num_processes)
+    ]
     launcher = _Launcher(ranks, grace)
     before = {number: signal.signal(number, launcher.pass_on) for number in SIGNALS}
     try:
@@ -141,8 +142,13 @@ def _restore(handlers: Iterable[tuple[int, object]]) -> None:
 def _rank(main: Callable[[], int], rank: int, num_processes: int, port: int, threads: int | None) -> None:
     """What a forked rank does, as a new interpreter would: its own signals, exit functions and exit code."""
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_processes), LOCAL_WORLD_SIZE=str(num_processes),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",  # the launcher hosts it
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_processes),
+        LOCAL_WORLD_SIZE=str(num_processes),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the launcher hosts it
     )
     leave_caller()
     _restore((number, signal.SIG_DFL) for number in SIGNALS if number != signal.SIGINT)

@@ -164,11 +164,18 @@ class Parcel:
         try:
             _Pickler(pickled := io.BytesIO()).dump(call)
         except Exception as error:  # an object's own reduction may raise anything
-            raise LaunchError(f"the function cannot be sent to a new process ({error})",
-                              "make in the function itself what cannot be pickled") from error
+            raise LaunchError(
+                f"the function cannot be sent to a new process ({error})",
+                "make in the function itself what cannot be pickled",
+            ) from error
         random_state = torch.get_rng_state().numpy().tobytes()
-        return cls(pickled.getvalue(), dict(os.environ), torch.get_num_threads(), random_state,
-                   multiprocessing.get_start_method(allow_none=True))
+        return cls(
+            pickled.getvalue(),
+            dict(os.environ),
+            torch.get_num_threads(),
+            random_state,
+            multiprocessing.get_start_method(allow_none=True),
+        )
 
     def settle(self) -> None:
         """Take over the caller's environment, threads, random state and start method."""
@@ -274,8 +281,11 @@ def without_main() -> Iterator[None]:
 @contextlib.contextmanager
 def _planned() -> Iterator[None]:
     """Within it a fork server finds what to import: the engines, and what this process has of the course by now."""
-    course = [name for name in sys.modules
-              if name.startswith(("course_lib.", "transformers.models.")) and not name.endswith("__main__")]
+    course = [
+        name
+        for name in sys.modules
+        if name.startswith(("course_lib.", "transformers.models.")) and not name.endswith("__main__")
+    ]
     planned = {"PYTHONPATH": os.pathsep.join(map(str, sys.path)), "PYTHONSAFEPATH": "1"}
     before = {name: os.environ.get(name) for name in planned}
     os.environ.update(planned, **{PLAN: json.dumps({"modules": [*PRELOADED, *course], "environment": before})})

@@ -25,12 +25,15 @@ def take(index: int) -> None:
     except RuntimeError as error:  # torch.AcceleratorError and torch.OutOfMemoryError are
         said = str(error).partition("\n")[0]
         if "busy or unavailable" in said:
-            raise LaunchError(f"{where} belongs to another process alone, or cannot be reached",
-                              "`nvidia-smi` lists processes and compute modes; end that one, or choose another GPU by "
-                              "CUDA_VISIBLE_DEVICES") from error
+            raise LaunchError(
+                f"{where} belongs to another process alone, or cannot be reached",
+                "`nvidia-smi` lists processes and compute modes; end that one, or choose another GPU by "
+                "CUDA_VISIBLE_DEVICES",
+            ) from error
         if "out of memory" not in said:
-            raise LaunchError(f"{where} cannot be used ({said})", "see whether `nvidia-smi` shows it to this user, and "
-                              "its device file may be opened: ls -l /dev/nvidia*") from error
+            raise LaunchError(
+                f"{where} cannot be used ({said})",
+                "see whether `nvidia-smi` shows it to this user, and its device file may be opened: ls -l /dev/nvidia*",
+            ) from error
         full = f"{where} is full"
-    raise LaunchError(full, "`nvidia-smi` lists what runs there; end it, or choose another GPU by "
-                      "CUDA_VISIBLE_DEVICES")
+    raise LaunchError(full, "`nvidia-smi` lists what runs there; end it, or choose another GPU by CUDA_VISIBLE_DEVICES")

@@ -35,8 +35,16 @@ MOST_SERVED = 80
 """Ranks that one fork server can start: three pipes each, and one message carries 253 descriptors."""
 
 
-def launch(function: Callable[..., Any], *args: Any, num_processes: int = 2, timeout: float = 600.0,
-           device: str = "auto", start_method: str | None = None, stream: bool = True, **kwargs: Any) -> list[Any]:
+def launch(
+    function: Callable[..., Any],
+    *args: Any,
+    num_processes: int = 2,
+    timeout: float = 600.0,
+    device: str = "auto",
+    start_method: str | None = None,
+    stream: bool = True,
+    **kwargs: Any,
+) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on every one of N ranks, and return what each returned, by rank.
 
     Each rank has the environment of a process group, so that ``Accelerator()`` and
@@ -102,19 +110,25 @@ def _check(num_processes: int, device: str, start_method: str | None) -> tuple[s
     if start_method not in (None, *START_METHODS):
         raise LaunchError(f"unknown start_method {start_method!r}", "leave it out, or use fork, forkserver or spawn")
     if start_method == "fork" and (reason := forks.why_not_fork(device)):
-        raise LaunchError(f"ranks that are forked from this process could not train ({reason})",
-                          "leave start_method out, or fork before the first backward, optimizer step or use of a GPU")
+        raise LaunchError(
+            f"ranks that are forked from this process could not train ({reason})",
+            "leave start_method out, or fork before the first backward, optimizer step or use of a GPU",
+        )
     start_method = start_method or forks.default_start_method()
     if start_method == "forkserver" and num_processes > MOST_SERVED:
-        raise LaunchError(f"asked for {num_processes} ranks, and a fork server starts {MOST_SERVED} at most",
-                          'use start_method="spawn"')
+        raise LaunchError(
+            f"asked for {num_processes} ranks, and a fork server starts {MOST_SERVED} at most",
+            'use start_method="spawn"',
+        )
     return device, start_method
 
 
 def _pipes(num_processes: int) -> tuple[list[RankEnds], tuple[RankEnds, ...]]:
     """The caller's and the ranks' ends of a control, an output and a stacks pipe each."""
-    pairs = [(multiprocessing.Pipe(duplex=True), multiprocessing.Pipe(duplex=False), multiprocessing.Pipe(duplex=False))
-             for _ in range(num_processes)]
+    pairs = [
+        (multiprocessing.Pipe(duplex=True), multiprocessing.Pipe(duplex=False), multiprocessing.Pipe(duplex=False))
+        for _ in range(num_processes)
+    ]
     return [RankEnds(*(p[0] for p in ends)) for ends in pairs], tuple(RankEnds(*(p[1] for p in ends)) for ends in pairs)
 
 

@@ -42,8 +42,12 @@ def discover(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
     """Read the rank environment that torchrun, ``accelerate launch`` and our own launch leave."""
     environ = os.environ if environ is None else environ
     if "WORLD_SIZE" in environ and "RANK" in environ:
-        return LaunchEnvironment(int(environ["RANK"]), int(environ["WORLD_SIZE"]), launched=True,
-                                 elastic=int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0)
+        return LaunchEnvironment(
+            int(environ["RANK"]),
+            int(environ["WORLD_SIZE"]),
+            launched=True,
+            elastic=int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0,
+        )
     return LaunchEnvironment()
 
 
@@ -60,20 +64,27 @@ def check_copies(num_processes: int | None, environ: Mapping[str, str] | None = 
         LaunchError: ``srun`` or ``mpirun`` has started several copies of one command, none with a rank.
     """
     environ = os.environ if environ is None else environ
-    instead = ("start one per machine, and let it start the ranks: srun --ntasks-per-node=1 torchrun …, as `course "
-               "submit --to slurm` writes it; or give --num_processes 1 to each copy, with an output_dir of its own")
+    instead = (
+        "start one per machine, and let it start the ranks: srun --ntasks-per-node=1 torchrun …, as `course "
+        "submit --to slurm` writes it; or give --num_processes 1 to each copy, with an output_dir of its own"
+    )
     in_step = "SLURM_STEP_NUM_TASKS" in environ or environ.get("SLURM_PROCID", "0") != "0"
     tasks = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
     if "SLURM_PROCID" in environ and tasks > 1 and num_processes != 1 and (in_step or num_processes is None):
         number = environ["SLURM_PROCID"]
-        raise LaunchError(f"Slurm has {tasks} tasks for this command, and the one numbered {number} has no rank: each "
-                          "would train by itself, into one folder", instead)
+        raise LaunchError(
+            f"Slurm has {tasks} tasks for this command, and the one numbered {number} has no rank: each "
+            "would train by itself, into one folder",
+            instead,
+        )
     for launcher, names in COPIES.items():
         copies = max(int(environ.get(name) or 1) for name in names)
         if copies > 1 and num_processes != 1:
-            raise LaunchError(f"{launcher} started {copies} copies of this command, and they have no rank: each would "
-                              "train by itself, into one folder", instead.replace("srun --ntasks-per-node=1 torchrun …",
-                                                                                  "torchrun …"))
+            raise LaunchError(
+                f"{launcher} started {copies} copies of this command, and they have no rank: each would "
+                "train by itself, into one folder",
+                instead.replace("srun --ntasks-per-node=1 torchrun …", "torchrun …"),
+            )
 
 
 def check_loopback() -> None:
@@ -88,8 +99,10 @@ def check_loopback() -> None:
     except OSError as error:
         if error.errno not in NO_NETWORK:
             raise
-        raise LaunchError(f"ranks cannot reach each other at 127.0.0.1 ({error.strerror})",
-                          "switch the loopback interface on: ip link set lo up") from error
+        raise LaunchError(
+            f"ranks cannot reach each other at 127.0.0.1 ({error.strerror})",
+            "switch the loopback interface on: ip link set lo up",
+        ) from error
 
 
 def to_start(ranks: LaunchEnvironment, num_processes: int | None) -> int:
@@ -104,13 +117,17 @@ def to_start(ranks: LaunchEnvironment, num_processes: int | None) -> int:
     """
     if ranks.launched:
         if num_processes not in (None, ranks.world_size) and not ranks.elastic:
-            raise LaunchError(f"num_processes is {num_processes}, and the launcher started {ranks.world_size}",
-                              "give both the same number, or leave num_processes out of the config")
+            raise LaunchError(
+                f"num_processes is {num_processes}, and the launcher started {ranks.world_size}",
+                "give both the same number, or leave num_processes out of the config",
+            )
         return 0
     check_copies(num_processes)
     if None not in (num_processes, ranks.asked) and num_processes != ranks.asked:
-        raise LaunchError(f"num_processes is {num_processes}, and accelerate launch was asked for {ranks.asked}",
-                          "give both the same number, or leave num_processes out of the config")
+        raise LaunchError(
+            f"num_processes is {num_processes}, and accelerate launch was asked for {ranks.asked}",
+            "give both the same number, or leave num_processes out of the config",
+        )
     wanted = num_processes or ranks.asked or 1
     return wanted if wanted > 1 else 0
 

@@ -59,8 +59,9 @@ def in_own_network(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
             process.join()
         except EOFError:
             process.join()
-            raise LaunchError(f"the process in its own network ended with code {process.exitcode}",
-                              "look at what it printed") from None
+            raise LaunchError(
+                f"the process in its own network ended with code {process.exitcode}", "look at what it printed"
+            ) from None
         finally:
             receiver.close()
             process.terminate()  # where the caller was interrupted
@@ -134,8 +135,10 @@ def _enter_own_network() -> None:
     try:
         new_network()
     except OSError as error:
-        raise LaunchError(f"no network namespace can be made: {error.strerror}",
-                          "allow user namespaces, or go without the bytes on the wire") from error
+        raise LaunchError(
+            f"no network namespace can be made: {error.strerror}",
+            "allow user namespaces, or go without the bytes on the wire",
+        ) from error
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
     for name, value in TCP_SETTINGS.items():

@@ -37,8 +37,11 @@ class OwnTime:
         """
         at, before = time.monotonic(), self._accounts
         self._accounts = {pid: account for pid in pids if (account := queued_and_used(pid)) is not None}
-        since = [(queued - before[pid][0], used - before[pid][1])
-                 for pid, (queued, used) in self._accounts.items() if pid in before]
+        since = [
+            (queued - before[pid][0], used - before[pid][1])
+            for pid, (queued, used) in self._accounts.items()
+            if pid in before
+        ]
         waited, used = max((queued for queued, _ in since), default=0.0), sum(used for _, used in since)
         self._unqueued += at - self._at - waited
         self._used += used / self._cores

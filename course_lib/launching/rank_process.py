@@ -123,8 +123,13 @@ def run_rank(job: RankJob, rank: int) -> None:
         arrive()
         job.call.settle()
     os.environ.update(  # of a process group
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(len(job.ends)), LOCAL_WORLD_SIZE=str(len(job.ends)),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.port), TORCHELASTIC_USE_AGENT_STORE="True",  # the caller hosts it
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(len(job.ends)),
+        LOCAL_WORLD_SIZE=str(len(job.ends)),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(job.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the caller hosts it
     )
     leave_caller()
     gc.freeze()  # a collection would look through, and so copy, all that the caller had: most of a small step
@@ -227,8 +232,10 @@ def _set_up(rank: int, num_processes: int, device: str) -> None:
         torch.set_num_threads(threads)
     if device == "cuda":
         if torch.cuda._is_in_bad_fork():
-            raise LaunchError("CUDA was used in this process before launch()",
-                              "leave start_method out, or restart the kernel and leave the GPU alone before launch()")
+            raise LaunchError(
+                "CUDA was used in this process before launch()",
+                "leave start_method out, or restart the kernel and leave the GPU alone before launch()",
+            )
         # Batches of many lengths leave holes in the allocator's fixed segments. torch reads it at its first allocation.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(rank)
@@ -261,8 +268,10 @@ def _pickle_value(value: Any, rank: int) -> bytes:
 
 def unreturnable(rank: int, kind: str, error: Exception) -> LaunchError:
     """The error for a return value that pickle cannot carry from a rank to the caller."""
-    return LaunchError(f"rank {rank} returned a {kind}, which cannot be sent to the caller ({error})",
-                       "return numbers, strings, tensors, or lists and dicts of them")
+    return LaunchError(
+        f"rank {rank} returned a {kind}, which cannot be sent to the caller ({error})",
+        "return numbers, strings, tensors, or lists and dicts of them",
+    )
 
 
 def _failure(error: BaseException) -> Failure:
@@ -293,9 +302,12 @@ def is_consequence(error: BaseException) -> bool:
     if not isinstance(error, (RuntimeError, OSError)) or not _CONSEQUENCE.search(str(error)):
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    return (type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
-            or "gloo/" in str(error) or bool(frames) and any(
-                place in frames[-1].filename for place in _OF_GROUPS))
+    return (
+        type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
+        or "gloo/" in str(error)
+        or bool(frames)
+        and any(place in frames[-1].filename for place in _OF_GROUPS)
+    )
 
 
 def _send(control: Connection, message: Started | Returned | Failure) -> None:
@@ -303,7 +315,7 @@ def _send(control: Connection, message: Started | Returned | Failure) -> None:
     payload = pickle.dumps(message)
     unsent = memoryview(struct.pack("!Q", len(payload)) + payload)
     while unsent:
-        unsent = unsent[os.write(control.fileno(), unsent):]
+        unsent = unsent[os.write(control.fileno(), unsent) :]
 
 
 def _flush() -> None:

@@ -65,8 +65,10 @@ class RanksHung(TimeoutError):
         text = "".join(f"\n\n--- rank {rank} was here ---\n{stack.rstrip()}" for rank, stack in sorted(stacks.items()))
         were = "1 rank was" if len(stacks) == 1 else f"{len(stacks)} ranks were"
         ended = "has been ended" if len(stacks) == 1 else "have been ended"
-        super().__init__(f"{were} still running after {timeout:g} s and {ended}\nIf slow rather than stuck, give more "
-                         f"time: launch(…, timeout={2 * timeout:g}){text}")
+        super().__init__(
+            f"{were} still running after {timeout:g} s and {ended}\nIf slow rather than stuck, give more "
+            f"time: launch(…, timeout={2 * timeout:g}){text}"
+        )
 
 
 class RankSupervisor(threading.Thread):
@@ -170,8 +172,9 @@ class RankSupervisor(threading.Thread):
     def _collect_stacks(self) -> None:
         """Ask every rank that has not reported, or has and does not end, for its stacks, and read them."""
         there = {key.data for key in self.selector.get_map().values()}
-        waiting = [rank for rank in self.pids
-                   if (rank, "stacks") in there and (self.returned or rank not in self.outcomes)]
+        waiting = [
+            rank for rank in self.pids if (rank, "stacks") in there and (self.returned or rank not in self.outcomes)
+        ]
         for rank in waiting:
             self.stacks[rank] = bytearray()
             with contextlib.suppress(ProcessLookupError):
@@ -224,8 +227,11 @@ class RankSupervisor(threading.Thread):
         for rank, code in exit_codes.items():
             if code == 0 or (self.ended and rank not in self.outcomes):
                 continue  # not by itself: it was ended here
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else \
-                f"exited with code {code} before the function returned"
+            how = (
+                f"was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"exited with code {code} before the function returned"
+            )
             self.told.setdefault(rank, Failure(how, now, consequence=False))
 
     def end(self) -> None:
@@ -267,8 +273,9 @@ class RankSupervisor(threading.Thread):
             raise RanksHung(timeout, stacks | absent)
         if failures:
             # A watchdog ends its rank because of another one, which may take a moment longer to die.
-            rank = min(failures, key=lambda r: (failures[r].consequence, failures[r].summary == OF_A_WATCHDOG,
-                                                failures[r].at))
+            rank = min(
+                failures, key=lambda r: (failures[r].consequence, failures[r].summary == OF_A_WATCHDOG, failures[r].at)
+            )
             said = {other: failure.summary for other, failure in failures.items() if other != rank}
             error = RankError(rank, failures[rank], said)
             if isinstance(error.cause, CourseError):
@@ -277,8 +284,12 @@ class RankSupervisor(threading.Thread):
         if len(self.outcomes) < len(self.own):
             raise LaunchError("the ranks ended before they started", "look at what they printed")
         for rank, stack in self.stacks.items():
-            warnings.warn(f"rank {rank} returned, did not end within {EXIT_SECONDS:g} s of that, and was ended here; "
-                          f"it was at\n{_own_frames(stack, ending=True)}", RuntimeWarning, stacklevel=3)
+            warnings.warn(
+                f"rank {rank} returned, did not end within {EXIT_SECONDS:g} s of that, and was ended here; "
+                f"it was at\n{_own_frames(stack, ending=True)}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         return [pickle.loads(self.outcomes[rank].value) for rank in range(len(self.own))]  # type: ignore[union-attr]
 
 
@@ -289,5 +300,5 @@ def _own_frames(stack: bytearray, ending: bool = False) -> str:
     for thread in stack.decode(errors="replace").split("\n\n"):
         lines = thread.splitlines()
         below = next((i for i, line in enumerate(lines) if line.endswith(_OURS)), len(lines))
-        threads.append("\n".join(lines[:below + ending]))
+        threads.append("\n".join(lines[: below + ending]))
     return "\n\n".join(threads)

@@ -24,16 +24,29 @@ from course_lib.parallel.zero3 import Zero3
 from course_lib.planning import memory, models
 from course_lib.planning.plan import Plan
 
-SIZES = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 """Of the model that the ranks share."""
 ROWS, TOKENS, RANK = 8, 32, 8
 """Rows of a rank's batch, tokens of a row, rank of the adapters."""
-WAYS: dict[str, dict[str, Any]] = {"DDP": {"engine": "ddp"}, "ZeRO-3": {"engine": "deepspeed", "stage": 3},
-                                   "FSDP2": {"engine": "fsdp", "stage": 3}}
+WAYS: dict[str, dict[str, Any]] = {
+    "DDP": {"engine": "ddp"},
+    "ZeRO-3": {"engine": "deepspeed", "stage": 3},
+    "FSDP2": {"engine": "fsdp", "stage": 3},
+}
 """Ways to share it, and how a plan names each."""
-METHODS: dict[str, dict[str, Any]] = {"full": {}, "LoRA": {"lora_rank": RANK},
-                                      "QLoRA": {"lora_rank": RANK, "base_bits": 4}}
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "LoRA": {"lora_rank": RANK},
+    "QLoRA": {"lora_rank": RANK, "base_bits": 4},
+}
 """Ways to fine-tune, and how a plan names each."""
 KINDS = ("parameters", "gradients", "optimizer states", "activations")
 
@@ -66,8 +79,10 @@ def write_talks(path: Path, rows: int) -> None:
     names = tweets.features["label"].names
     with path.open("w", encoding="utf-8") as file:
         for tweet in tweets:
-            turns = [{"role": "user", "content": f"How does this sound? {tweet['text']}"},
-                     {"role": "assistant", "content": names[tweet["label"]]}]
+            turns = [
+                {"role": "user", "content": f"How does this sound? {tweet['text']}"},
+                {"role": "assistant", "content": names[tweet["label"]]},
+            ]
             file.write(json.dumps({"messages": turns}) + "\n")
 
 
@@ -93,8 +108,11 @@ def held(way: str, method: str) -> Held:
     weights = [p for p in model.parameters() if p.requires_grad]
     trained = sum(p.numel() for p in weights)
     optimizer = torch.optim.AdamW(weights)
-    engine: Any = {"DDP": lambda: DataParallel(model), "ZeRO-3": lambda: Zero3(model, optimizer),
-                   "FSDP2": lambda: shard_with_torch(model, optimizer)}[way]()
+    engine: Any = {
+        "DDP": lambda: DataParallel(model),
+        "ZeRO-3": lambda: Zero3(model, optimizer),
+        "FSDP2": lambda: shard_with_torch(model, optimizer),
+    }[way]()
     rank = PartialState().process_index
     ids = torch.randint(SIZES["vocab_size"], (ROWS, TOKENS), generator=torch.Generator().manual_seed(rank))
     for _ in range(2):
@@ -107,8 +125,12 @@ def held(way: str, method: str) -> Held:
     for collective in meter.collectives:
         sent[collective.name] = sent.get(collective.name, 0) + collective.sent
     stays = {kind: meter.resident[kind] for kind in KINDS[:3]}
-    return Held(trained, stays | {"activations": meter.peak["activations"]},
-                meter.peak["parameters"] - stays["parameters"], sent)
+    return Held(
+        trained,
+        stays | {"activations": meter.peak["activations"]},
+        meter.peak["parameters"] - stays["parameters"],
+        sent,
+    )
 
 
 def all_held() -> dict[str, dict[str, Held]]:
@@ -122,8 +144,13 @@ def planned(way: str, method: str, ranks: int) -> dict[str, float]:
     model = models.from_config({**SIZES, "model_type": "llama", "tie_word_embeddings": False})
     plan = Plan(TOKENS, data=ranks, micro_batch=ROWS, precision="fp32", **WAYS[way], **METHODS[method])
     foreseen = memory.estimate(model, plan)
-    return dict(zip(KINDS, (foreseen.parameters, foreseen.gradients, foreseen.optimizer,
-                            foreseen.activations + foreseen.logits), strict=True))
+    return dict(
+        zip(
+            KINDS,
+            (foreseen.parameters, foreseen.gradients, foreseen.optimizer, foreseen.activations + foreseen.logits),
+            strict=True,
+        )
+    )
 
 
 class _Allocated(AllocationLog):
@@ -160,12 +187,18 @@ def loaded(folder: Path, *, way: str = "FSDP2", sliced: bool = True) -> dict[str
             for weight in model.parameters():
                 log.hold(weight, "parameters")
         optimizer = torch.optim.AdamW(model.parameters())
-        engine: Any = (Zero3(model, optimizer, filled_later=sliced) if way == "ZeRO-3" else
-                       shard_with_torch(model, optimizer, filled_later=sliced))
+        engine: Any = (
+            Zero3(model, optimizer, filled_later=sliced)
+            if way == "ZeRO-3"
+            else shard_with_torch(model, optimizer, filled_later=sliced)
+        )
         files = sliced_weights.SlicedWeights(folder)
         if sliced:
-            pieces = engine.pieces() if way == "ZeRO-3" else {
-                name: own_rows(weight, rank, ranks) for name, weight in model.named_parameters()}
+            pieces = (
+                engine.pieces()
+                if way == "ZeRO-3"
+                else {name: own_rows(weight, rank, ranks) for name, weight in model.named_parameters()}
+            )
             sliced_weights.fill(pieces, files)
             if way == "ZeRO-3":
                 engine.refresh()

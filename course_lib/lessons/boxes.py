@@ -18,8 +18,10 @@ FAINT = "opacity:.75"
 
 def box(colour: str, edge: str, inner: str) -> str:
     """HTML of one or more lines behind a coloured edge, readable on light and dark pages."""
-    return (f"<div style='border-left:6px {edge} {colour};padding:.4em .8em;margin:.3em 0;"
-            f"background:{colour}1a'>{inner}</div>")
+    return (
+        f"<div style='border-left:6px {edge} {colour};padding:.4em .8em;margin:.3em 0;"
+        f"background:{colour}1a'>{inner}</div>"
+    )
 
 
 def kind_box(kind: str, inner: str) -> str:

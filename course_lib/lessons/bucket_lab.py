@@ -69,8 +69,13 @@ def on_paper(buckets: Iterable[Sent], backward: float, link: Link) -> float:
     return max(backward, free)
 
 
-def buckets_over_link(ways: Mapping[str, int], layers: int, width: int, rows: int, tries: int,
-                      ) -> dict[str, OverLink]:
+def buckets_over_link(
+    ways: Mapping[str, int],
+    layers: int,
+    width: int,
+    rows: int,
+    tries: int,
+) -> dict[str, OverLink]:
     """Backwards of a small GPT-2 over one link, for several sizes of buckets that take turns; on the CPU.
 
     The link is described by ``LATENCY`` and ``BUSY``, and by the backward of the last of the ways.
@@ -105,8 +110,12 @@ class _Backward:
     def __init__(self, bucket_bytes: int, layers: int, width: int):
         self.lane, self.began = Lane(), 0.0
         self.sent: list[Sent] = []
-        self.engine = DataParallel(gpt2(layers, width), bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes,
-                                   communication_hook=self.send)
+        self.engine = DataParallel(
+            gpt2(layers, width),
+            bucket_bytes=bucket_bytes,
+            first_bucket_bytes=bucket_bytes,
+            communication_hook=self.send,
+        )
 
     def send(self, bucket: Bucket) -> ReductionHandle:
         ranks = dist.get_world_size()

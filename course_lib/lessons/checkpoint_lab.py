@@ -97,8 +97,15 @@ def pieces_of(folder: str | Path, name: str) -> pd.DataFrame:
     assert isinstance(about, TensorStorageMetadata)
     for chunk in about.chunks:
         stored = index.storage_data[MetadataIndex(name, chunk.offsets)]
-        rows.append({"begins at": str(tuple(chunk.offsets)), "shape": str(tuple(chunk.sizes)),
-                     "in file": stored.relative_path, "from byte": stored.offset, "bytes": stored.length})
+        rows.append(
+            {
+                "begins at": str(tuple(chunk.offsets)),
+                "shape": str(tuple(chunk.sizes)),
+                "in file": stored.relative_path,
+                "from byte": stored.offset,
+                "bytes": stored.length,
+            }
+        )
     return pd.DataFrame(rows)
 
 

@@ -34,8 +34,11 @@ from course_lib.parallel.ddp import DataParallel, sum_gradients
 
 TOKENS, ROWS = 64, 8
 """Bytes of a row, and rows of a rank's batch."""
-LINKS = {"1 Gbit/s, 1 ms": Link(1e-3, 1.25e8), "100 Mbit/s, 10 ms": Link(1e-2, 1.25e7),
-         "10 Mbit/s, 50 ms": Link(5e-2, 1.25e6)}
+LINKS = {
+    "1 Gbit/s, 1 ms": Link(1e-3, 1.25e8),
+    "100 Mbit/s, 10 ms": Link(1e-2, 1.25e7),
+    "10 Mbit/s, 50 ms": Link(5e-2, 1.25e6),
+}
 """Three links, by rate and latency: of a rank, per collective."""
 
 Wrap = Callable[[nn.Module, int], nn.Module]
@@ -44,9 +47,18 @@ Wrap = Callable[[nn.Module, int], nn.Module]
 
 def _diloco(fragments: int = 1, overlap: int = 0, bits: int = 0, lr: float = 0.7, momentum: float = 0.9) -> Wrap:
     def wrap(model: nn.Module, sync_every: int) -> nn.Module:
-        return DiLoCo(model, strided_fragments(model, fragments), sync_every=sync_every, outer_lr=lr,
-                      outer_momentum=momentum, overlap=min(overlap, sync_every - 1), keep=0.5, group=None,
-                      sum_over_ranks=QuantizedAllReduce(bits, 256).sum if bits else plain_sum)
+        return DiLoCo(
+            model,
+            strided_fragments(model, fragments),
+            sync_every=sync_every,
+            outer_lr=lr,
+            outer_momentum=momentum,
+            overlap=min(overlap, sync_every - 1),
+            keep=0.5,
+            group=None,
+            sum_over_ranks=QuantizedAllReduce(bits, 256).sum if bits else plain_sum,
+        )
+
     return wrap
 
 
@@ -133,20 +145,35 @@ def step_ends(messages: list[list[int]], link: Link, compute: float, overlap: in
 
 # --- the training ---
 
+
 def small_model(seed: int, width: int) -> GPT2LMHeadModel:
     """A GPT-2 of two layers over bytes."""
     torch.manual_seed(seed)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=TOKENS, n_embd=width, n_layer=2, n_head=4,
-                                       bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0,
-                                       attn_pdrop=0.0))
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=256,
+            n_positions=TOKENS,
+            n_embd=width,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=0,
+            eos_token_id=0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
     model.loss_type = "ForCausalLM"  # by the class's name it would be GPT2LMHeadModel, which is none
     return model
 
 
 def texts() -> dict[str, Tensor]:
     """The bundled tweets as bytes, (B,) int64 for ``train`` and ``validation``."""
-    return {split: torch.tensor(list("\n".join(rows["text"]).encode()))
-            for split, rows in load_tweets().items() if split != "test"}
+    return {
+        split: torch.tensor(list("\n".join(rows["text"]).encode()))
+        for split, rows in load_tweets().items()
+        if split != "test"
+    }
 
 
 def windows(text: Tensor, rows: int, seed: int) -> Tensor:
@@ -155,15 +182,18 @@ def windows(text: Tensor, rows: int, seed: int) -> Tensor:
     return torch.stack([text[place : place + TOKENS] for place in places.tolist()])
 
 
-def train(text: dict[str, Tensor], method: str, *, steps: int, sync_every: int, seed: int, width: int,
-          evaluate_every: int) -> TrainingRun:
+def train(
+    text: dict[str, Tensor], method: str, *, steps: int, sync_every: int, seed: int, width: int, evaluate_every: int
+) -> TrainingRun:
     """Train one way on the ranks that are here, over rows of their own; the process group has to stand."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     engine = METHODS[method](small_model(seed, width), sync_every)
     # Beta 2 of 0.95: with 0.999 the first hundreds of steps are a plateau, which rounding errors alone can end sooner.
     optimizer = torch.optim.AdamW(engine.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
-    run = TrainingRun(sum(parameter.numel() for parameter in engine.parameters()),
-                      overlap=engine.overlap if isinstance(engine, DiLoCo) else 0)
+    run = TrainingRun(
+        sum(parameter.numel() for parameter in engine.parameters()),
+        overlap=engine.overlap if isinstance(engine, DiLoCo) else 0,
+    )
     held_out = windows(text["validation"], 128, seed=1)
     for first in range(0, steps, evaluate_every):
         ends = []
@@ -203,11 +233,11 @@ def _trainings(text: dict[str, Tensor], methods: list[str], options: dict[str, A
 
 def trainings(methods: list[str], num_processes: int, timeout: float = 600.0, **options: Any) -> dict[str, TrainingRun]:
     """Some ways, one after the other on the same ranks; see :func:`train`."""
-    return launch(_trainings, texts(), methods, options, num_processes=num_processes, timeout=timeout,
-                  device="cpu")[0]
+    return launch(_trainings, texts(), methods, options, num_processes=num_processes, timeout=timeout, device="cpu")[0]
 
 
 # --- over a network that the kernel slows down ---
+
 
 def limit_rate(rate: float) -> str:
     """Let the loopback interface of this network send so many bytes/s; gives what ``tc`` then says of it.
@@ -224,14 +254,21 @@ def limit_rate(rate: float) -> str:
     return done.stdout
 
 
-def _throttled(rate: float, text: dict[str, Tensor], methods: list[str], num_processes: int, timeout: float,
-               options: dict[str, Any]) -> dict[str, TrainingRun]:
+def _throttled(
+    rate: float,
+    text: dict[str, Tensor],
+    methods: list[str],
+    num_processes: int,
+    timeout: float,
+    options: dict[str, Any],
+) -> dict[str, TrainingRun]:
     limit_rate(rate * num_processes)
     return launch(_trainings, text, methods, options, num_processes=num_processes, timeout=timeout, device="cpu")[0]
 
 
-def over_a_slow_network(rate: float, methods: list[str], num_processes: int, timeout: float = 600.0,
-                        **options: Any) -> dict[str, TrainingRun]:
+def over_a_slow_network(
+    rate: float, methods: list[str], num_processes: int, timeout: float = 600.0, **options: Any
+) -> dict[str, TrainingRun]:
     """As :func:`trainings`, on a loopback interface that lets each rank send so many bytes/s.
 
     The interface is one queue for all ranks, and gets N times the rate. There is no latency in it.

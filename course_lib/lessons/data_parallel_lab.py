@@ -82,8 +82,11 @@ def all_reduce_bytes(ranks: Sequence[int], numel: int) -> dict[str, dict[int, Mo
         AssertionError: a sum is wrong.
     """
     state = Accelerator()
-    ways = {"naive": through_rank_0, "torch": lambda tensor, group: dist.all_reduce(tensor, group=group),
-            "ring": lambda tensor, group: collectives.all_reduce(tensor, group=group)}
+    ways = {
+        "naive": through_rank_0,
+        "torch": lambda tensor, group: dist.all_reduce(tensor, group=group),
+        "ring": lambda tensor, group: collectives.all_reduce(tensor, group=group),
+    }
     least: dict[str, dict[int, Moved]] = {name: {} for name in ways}
     for n in ranks:
         group = dist.new_group(list(range(n)))
@@ -193,8 +196,9 @@ class _Watched:
         for parameter in model.parameters():  # before DataParallel's own hooks, so that they are called first
             parameter.register_post_accumulate_grad_hook(lambda p: self._note("gradient", p.nbytes))
         wrap = DataParallel if way.reverse else _InForwardOrder
-        self.engine = wrap(model, first_bucket_bytes=way.first_bytes, bucket_bytes=way.bytes_each,
-                           communication_hook=self._send)
+        self.engine = wrap(
+            model, first_bucket_bytes=way.first_bytes, bucket_bytes=way.bytes_each, communication_hook=self._send
+        )
 
     def step(self, ids: Tensor) -> Sending:
         self.events.clear()
@@ -211,15 +215,21 @@ class _Watched:
         kinds = [kind for kind, _, _ in self.events]
         last = max(i for i, kind in enumerate(kinds) if kind == "gradient")
         backward = 1e3 * (seconds(self.events[last][2]) - begin)
-        sent = [(1e3 * (collective.start - begin), 1e3 * (collective.end - begin)) for collective in meter.collectives
-                if collective.name == "all_reduce"]
+        sent = [
+            (1e3 * (collective.start - begin), 1e3 * (collective.end - begin))
+            for collective in meter.collectives
+            if collective.name == "all_reduce"
+        ]
         return Sending(
             buckets=[size for kind, size, _ in self.events if kind == "bucket"],
             gradients=kinds.count("gradient"),
-            missing_at_first=kinds[kinds.index("bucket"):].count("gradient"),
+            missing_at_first=kinds[kinds.index("bucket") :].count("gradient"),
             early_bytes=sum(size for kind, size, _ in self.events[:last] if kind == "bucket"),
-            backward=backward, sent=sent, end=1e3 * (end - begin),
-            hidden=_covered(sent, until=backward) / _covered(sent, until=math.inf))
+            backward=backward,
+            sent=sent,
+            end=1e3 * (end - begin),
+            hidden=_covered(sent, until=backward) / _covered(sent, until=math.inf),
+        )
 
     def _note(self, kind: str, size: int) -> None:
         self.events.append((kind, size, self.clock.stamp()))
@@ -263,8 +273,11 @@ def side_by_side(steps: int, layers: int, width: int, rows: int) -> dict[str, Tr
         process by itself with all the rows.
     """
     wraps: dict[str, Callable[[nn.Module], nn.Module]] = {
-        "ours": DataParallel, "torch": DistributedDataParallel,
-        "bf16": lambda model: DataParallel(model, communication_hook=bf16_compression), "alone": lambda model: model}
+        "ours": DataParallel,
+        "torch": DistributedDataParallel,
+        "bf16": lambda model: DataParallel(model, communication_hook=bf16_compression),
+        "alone": lambda model: model,
+    }
     models = {name: wrap(gpt2(layers, width)) for name, wrap in wraps.items()}
     optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-3) for name, model in models.items()}
     trained = {name: Trained([], 0, None, []) for name in models}

@@ -31,8 +31,11 @@ require("transformers", "5.19", "lesson 15, where transformers spreads the exper
 Build = Callable[[], Any]
 Batch = Callable[[int], tuple[Tensor, Tensor]]
 ADDED: dict[str | None, Callable[[Routing], Tensor | int]] = {
-    None: lambda routing: 0, "bias": lambda routing: 0, "auxiliary loss": lambda routing: 0.1 * balance_loss(routing),
-    "z-loss": lambda routing: 0.01 * z_loss(routing)}
+    None: lambda routing: 0,
+    "bias": lambda routing: 0,
+    "auxiliary loss": lambda routing: 0.1 * balance_loss(routing),
+    "z-loss": lambda routing: 0.01 * z_loss(routing),
+}
 SPEED = 0.01
 """By which a bias moves per step."""
 LAST = 10
@@ -58,8 +61,11 @@ def gradients(model: nn.Module, experts: nn.Module) -> tuple[Tensor, Tensor]:
         experts: modules with ``gate_up`` and ``down``, or the library's :class:`Experts`.
     """
     of_experts = list(experts.parameters())
-    others = [weight.grad.flatten() for weight in model.parameters()
-              if weight.grad is not None and not any(weight is one for one in of_experts)]
+    others = [
+        weight.grad.flatten()
+        for weight in model.parameters()
+        if weight.grad is not None and not any(weight is one for one in of_experts)
+    ]
     kinds = [weight.grad for weight in of_experts if weight.grad is not None]
     if kinds[0].dim() == 2:  # gate_up and down in turn
         kinds = [torch.stack(kinds[::2]), torch.stack(kinds[1::2])]
@@ -74,10 +80,21 @@ def together(by_rank: Sequence[dict[str, tuple]]) -> dict[str, tuple[list[float]
 def tiny_olmoe(experts: int, k: int) -> Any:
     """An OLMoE of two layers over ASCII, with the same weights wherever it is built."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(OlmoeConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_experts=experts, num_experts_per_tok=k, pad_token_id=0, bos_token_id=1, eos_token_id=2),
-        dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(
+        OlmoeConfig(
+            vocab_size=128,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_experts=experts,
+            num_experts_per_tok=k,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        dtype=torch.float32,
+    )
 
 
 def train_on_rows(model: Any, rows: Callable[[int], Tensor], steps: int, average: Callable[[Any], None]) -> list[float]:
@@ -99,8 +116,9 @@ def train_on_rows(model: Any, rows: Callable[[int], Tensor], steps: int, average
     return losses
 
 
-def with_library(model: Any, groups: ExpertGroups, k: int, capacity_factor: float | None = None,
-                 with_bias: bool = False) -> None:
+def with_library(
+    model: Any, groups: ExpertGroups, k: int, capacity_factor: float | None = None, with_bias: bool = False
+) -> None:
     """Put the library's layer, with the same weights, in the place of the lesson's; each rank keeps its experts."""
     theirs, device = model.moe, model.moe.router.weight.device
     (experts, width), inner = theirs.router.weight.shape, theirs.experts[0].down.in_features
@@ -130,8 +148,9 @@ def times_too_large(build: Build, batch: Batch, k: int, sizes: Sequence[int]) ->
     return times
 
 
-def long_training(build: Build, batch: Batch, k: int, steps: int, remedy: str | None = None,
-                  capacity_factor: float | None = None) -> Tensor:
+def long_training(
+    build: Build, batch: Batch, k: int, steps: int, remedy: str | None = None, capacity_factor: float | None = None
+) -> Tensor:
     """Train with the library's layer on all ranks.
 
     Args:
@@ -155,8 +174,9 @@ def long_training(build: Build, batch: Batch, k: int, steps: int, remedy: str | 
         if remedy == "bias":
             layer.gate.move_bias(layer.routing.counts, SPEED)
         z = layer.routing.logits.logsumexp(-1).square().mean()
-        history.append([loss.item(), z.item(), sum(layer.load.per_expert), layer.load.dropped,
-                        *layer.routing.counts.tolist()])
+        history.append(
+            [loss.item(), z.item(), sum(layer.load.per_expert), layer.load.dropped, *layer.routing.counts.tolist()]
+        )
     return torch.tensor(history, dtype=torch.float64)
 
 
@@ -184,9 +204,14 @@ class Trained(NamedTuple):
         """From what :func:`long_training` gave on each rank."""
         loss, z, worked, dropped, choices = torch.stack(list(by_rank)).tensor_split((1, 2, 3, 4), -1)
         chosen = choices.sum(0)
-        return cls(loss[:, -LAST:].mean().item(), z[:, -LAST:].mean().item(),
-                   (dropped[:, -LAST:].sum() / choices[:, -LAST:].sum()).item(),
-                   (chosen.amax(1) / chosen.mean(1)).tolist(), chosen, worked.squeeze(-1).T)
+        return cls(
+            loss[:, -LAST:].mean().item(),
+            z[:, -LAST:].mean().item(),
+            (dropped[:, -LAST:].sum() / choices[:, -LAST:].sum()).item(),
+            (chosen.amax(1) / chosen.mean(1)).tolist(),
+            chosen,
+            worked.squeeze(-1).T,
+        )
 
     @property
     def busiest_expert(self) -> float:
@@ -213,10 +238,22 @@ def over_mean(numbers: Tensor) -> float:
     return (numbers[-LAST:].amax(1) / numbers[-LAST:].mean(1)).mean().item()
 
 
-def long_trainings(launch: Callable[..., list], build: Callable[..., Any], batch: Callable[..., Any], k: int,
-                   steps: int, options: Sequence[tuple], seeds: Sequence[int]) -> list[list[Trained]]:
+def long_trainings(
+    launch: Callable[..., list],
+    build: Callable[..., Any],
+    batch: Callable[..., Any],
+    k: int,
+    steps: int,
+    options: Sequence[tuple],
+    seeds: Sequence[int],
+) -> list[list[Trained]]:
     """One after the other in one launch, with each seed: of every (remedy, capacity factor), a training per seed."""
-    by_rank = launch(lambda: [long_training(partial(build, seed=seed), partial(batch, seed=seed), k, steps, *option)
-                              for option in options for seed in seeds])
+    by_rank = launch(
+        lambda: [
+            long_training(partial(build, seed=seed), partial(batch, seed=seed), k, steps, *option)
+            for option in options
+            for seed in seeds
+        ]
+    )
     runs = [Trained.of(of_one) for of_one in zip(*by_rank, strict=True)]
-    return [runs[at:at + len(seeds)] for at in range(0, len(runs), len(seeds))]
+    return [runs[at : at + len(seeds)] for at in range(0, len(runs), len(seeds))]

@@ -172,8 +172,10 @@ def flat_and_rows(build: Build) -> dict[str, tuple[int, list[int]]]:
     """What this rank has of each parameter: elements of a flat piece, and the shape of FSDP2's ``DTensor`` piece."""
     flat = engine_of("scratch", build).pieces()
     module = engine_of("torch", build).module
-    return {name: (flat[name].data.numel(), list(parameter.to_local().shape))
-            for name, parameter in module.named_parameters()}
+    return {
+        name: (flat[name].data.numel(), list(parameter.to_local().shape))
+        for name, parameter in module.named_parameters()
+    }
 
 
 def train_and_save(build: Build, folder: Path, steps: int) -> float:

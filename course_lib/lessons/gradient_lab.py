@@ -55,6 +55,7 @@ def right(model: Model, words: Tensor, mesh: DeviceMesh) -> Tensor:
 
 # --- wrong ---
 
+
 def example(model: Model, words: Tensor, mesh: DeviceMesh) -> Tensor:
     """Megatron-LM #1528: a norm's gradient is too large by the tensor ranks."""
     loss = right(model, words, mesh)
@@ -149,6 +150,11 @@ def average(bucket: list[Tensor], mesh: DeviceMesh) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
-ISSUES = {engine_1: "DeepSpeed #5555", engine_2: "SkyRL #1886", engine_3: "torchtitan #4332", engine_4: "NeMo-RL #3788",
-          engine_5: "DeepSpeed #4321"}
+ISSUES = {
+    engine_1: "DeepSpeed #5555",
+    engine_2: "SkyRL #1886",
+    engine_3: "torchtitan #4332",
+    engine_4: "NeMo-RL #3788",
+    engine_5: "DeepSpeed #4321",
+}
 """Where each was told."""

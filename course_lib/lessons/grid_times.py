@@ -74,9 +74,11 @@ class Training:
             stride *= sizes[axis]
         microbatches, share = self.rows / grid.dp, self.parameters / (grid.pp * grid.tp)
         hidden = 2 * self.tokens * self.width
-        once = {"compute": 6 * share * self.tokens / machines.flops,
-                "tp": 4 * self.layers / grid.pp * 2 * (grid.tp - 1) / grid.tp * hidden / speed["tp"],
-                "pp": 2 * hidden * (grid.pp > 1) / speed["pp"]}
+        once = {
+            "compute": 6 * share * self.tokens / machines.flops,
+            "tp": 4 * self.layers / grid.pp * 2 * (grid.tp - 1) / grid.tp * hidden / speed["tp"],
+            "pp": 2 * hidden * (grid.pp > 1) / speed["pp"],
+        }
         parts = {name: microbatches * seconds for name, seconds in once.items()}
         parts["dp"] = 2 * (grid.dp - 1) / grid.dp * 2 * share / speed["dp"]
         return parts | {"idle": (grid.pp - 1) * sum(once.values())}
@@ -89,9 +91,14 @@ def orders() -> list[tuple[str, ...]]:
 
 def best_grid(training: Training, gpus: int, machines: Machines) -> tuple[RankGrid, float] | None:
     """The quickest grid that fits, and its seconds per step; None where none fits."""
-    candidates = [(sum(training.seconds(grid, machines).values()), grid) for grid in _grids(gpus)
-                  if training.layers % grid.pp == 0 and training.width % grid.tp == 0 and training.rows % grid.dp == 0
-                  and training.fits(grid, machines)]
+    candidates = [
+        (sum(training.seconds(grid, machines).values()), grid)
+        for grid in _grids(gpus)
+        if training.layers % grid.pp == 0
+        and training.width % grid.tp == 0
+        and training.rows % grid.dp == 0
+        and training.fits(grid, machines)
+    ]
     if not candidates:
         return None
     seconds, grid = min(candidates, key=lambda pair: pair[0])
@@ -105,7 +112,8 @@ def best_grids(sizes: Mapping[str, tuple[int, int]], gpus: Iterable[int], machin
         training = Training(layers, width)
         best = [best_grid(training, count, machines) for count in gpus]
         table[f"{name}, {training.parameters / 1e9:.1f}B"] = [
-            f"{choice[0].dp} × {choice[0].pp} × {choice[0].tp}" if choice else "does not fit" for choice in best]
+            f"{choice[0].dp} × {choice[0].pp} × {choice[0].tp}" if choice else "does not fit" for choice in best
+        ]
     return table
 
 

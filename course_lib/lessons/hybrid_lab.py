@@ -45,8 +45,14 @@ class Hybrid:
         device: the model's, where it computes.
     """
 
-    def __init__(self, model: nn.Module, grid: RankGrid, schedule: Schedule, loss_function: LossFunction,
-                 split_vocabulary: bool = True):
+    def __init__(
+        self,
+        model: nn.Module,
+        grid: RankGrid,
+        schedule: Schedule,
+        loss_function: LossFunction,
+        split_vocabulary: bool = True,
+    ):
         self.grid, self.schedule, self.groups = grid, schedule, grid.groups()
         self.place = grid.coordinates(dist.get_rank())
         places = split_evenly(model, schedule.stages, "parameters")
@@ -91,8 +97,12 @@ class Hybrid:
         later stage, is left out of the sum.
         """
         ranks = self.schedule.stage_ranks
-        copies = {self.stages[stage].get_parameter(name) for names in self.shared for stage, name in names.items()
-                  if stage in self.stages and ranks[stage] == self.place.pp != ranks[min(names)]}
+        copies = {
+            self.stages[stage].get_parameter(name)
+            for names in self.shared
+            for stage, name in names.items()
+            if stage in self.stages and ranks[stage] == self.place.pp != ranks[min(names)]
+        }
         square = torch.zeros((), device=self.device)
         for name, parameter in self.parameters.items():
             counts = name in self.tensor.splits or self.place.tp == 0
@@ -121,8 +131,9 @@ def sent_by_axis(grid: RankGrid, meter: Meter) -> dict[str, int]:
 
 def tiny_gpt2(layers: int = 4, width: int = 32, heads: int = 4, length: int = 16, tied: bool = True) -> GPT2LMHeadModel:
     """A GPT-2 without dropout, the same weights on every call."""
-    return gpt2(layers, width, length, VOCABULARY, heads=heads, use_cache=False, initializer_range=0.1,
-                tie_word_embeddings=tied)
+    return gpt2(
+        layers, width, length, VOCABULARY, heads=heads, use_cache=False, initializer_range=0.1, tie_word_embeddings=tied
+    )
 
 
 def batch(rows: int, length: int, step: int = 0) -> tuple[Tensor, Tensor]:
@@ -138,6 +149,7 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 # --- One step on the grid, watched ---
+
 
 @dataclass(frozen=True)
 class Step:
@@ -203,5 +215,10 @@ def step_on(grid: RankGrid, work: Work, schedule: str = "1f1b", device: torch.de
         dist.all_reduce(loss, group=group)
     gradients = hybrid.gradients()
     apart = max((gradients[name] - gradient).abs().max().item() for name, gradient in wanted.items())
-    return Step(loss.item(), hybrid.gradient_norm().item(), apart / max(g.abs().max().item() for g in wanted.values()),
-                whole_loss.item(), nn.utils.get_total_norm(wanted.values()).item())
+    return Step(
+        loss.item(),
+        hybrid.gradient_norm().item(),
+        apart / max(g.abs().max().item() for g in wanted.values()),
+        whole_loss.item(),
+        nn.utils.get_total_norm(wanted.values()).item(),
+    )

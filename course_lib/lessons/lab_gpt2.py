@@ -6,8 +6,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 
-def gpt2_config(layers: int, width: int, tokens: int, vocabulary: int, *, heads: int = 4, dropout: float = 0.0,
-                **others: Any) -> GPT2Config:
+def gpt2_config(
+    layers: int, width: int, tokens: int, vocabulary: int, *, heads: int = 4, dropout: float = 0.0, **others: Any
+) -> GPT2Config:
     """Of a GPT-2 whose runs can be compared.
 
     Args:
@@ -19,9 +20,19 @@ def gpt2_config(layers: int, width: int, tokens: int, vocabulary: int, *, heads:
         dropout: everywhere where there is any.
         **others: fields of ``GPT2Config``.
     """
-    return GPT2Config(n_layer=layers, n_embd=width, n_positions=tokens, vocab_size=vocabulary, n_head=heads,
-                      bos_token_id=0, eos_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
-                      **others)
+    return GPT2Config(
+        n_layer=layers,
+        n_embd=width,
+        n_positions=tokens,
+        vocab_size=vocabulary,
+        n_head=heads,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        **others,
+    )
 
 
 def gpt2(layers: int, width: int, tokens: int, vocabulary: int, **others: Any) -> GPT2LMHeadModel:

@@ -21,16 +21,24 @@ import course_lib
 MIME = "application/vnd.course.listing+json"
 """Of a listing: its module, qualified name, and whether with docstring, by which it is rendered anew."""
 ROOT = Path(course_lib.__file__).resolve().parents[1]
-FRAME = ("font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:13px;line-height:1.35;"
-         "white-space:pre;overflow-x:auto;margin:0;padding:.6em .8em;background:#f6f8fa;color:#1f2328")
+FRAME = (
+    "font-family:ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:13px;line-height:1.35;"
+    "white-space:pre;overflow-x:auto;margin:0;padding:.6em .8em;background:#f6f8fa;color:#1f2328"
+)
 """One light panel on light and dark pages, without a style sheet, which nbconvert's own would override."""
 
 
 class _Few(Style):
     """Five kinds of words have a colour, and the others no markup, which keeps a notebook small."""
 
-    styles: ClassVar = {Keyword: "bold #0550ae", String: "#0a5c2b", Comment: "italic #57606a", Number: "#953800",
-                        Name.Function: "bold #6639ba", Name.Class: "bold #6639ba"}
+    styles: ClassVar = {
+        Keyword: "bold #0550ae",
+        String: "#0a5c2b",
+        Comment: "italic #57606a",
+        Number: "#953800",
+        Name.Function: "bold #6639ba",
+        Name.Class: "bold #6639ba",
+    }
 
 
 class Listing(Code):

@@ -79,8 +79,16 @@ def recorded(notebook: str | Path) -> dict[str, Any]:
     return values
 
 
-def predict(name: str, value: Any, unit: str = "", because: str = "", *, ask: str | None = None,
-            choices: Mapping[str, Any] | Sequence[Any] | None = None, label: str | None = None) -> Any:
+def predict(
+    name: str,
+    value: Any,
+    unit: str = "",
+    because: str = "",
+    *,
+    ask: str | None = None,
+    choices: Mapping[str, Any] | Sequence[Any] | None = None,
+    label: str | None = None,
+) -> Any:
     """Write a prediction down before it is measured; with ``ask``, ask the learner for theirs first.
 
     :func:`measure` sets the predictions and the measurement side by side. In JupyterLab a question has a field and a
@@ -102,8 +110,9 @@ def predict(name: str, value: Any, unit: str = "", because: str = "", *, ask: st
     Returns:
         ``value``.
     """
-    prediction = _predictions[name] = Prediction(value, boxes.phrase(name, label), boxes.labelled(choices),
-                                                 asked=ask is not None)
+    prediction = _predictions[name] = Prediction(
+        value, boxes.phrase(name, label), boxes.labelled(choices), asked=ask is not None
+    )
     shown = _shown(value, unit, prediction.choices)
     reason = f" <span style='{boxes.FAINT}'>({escape(because)})</span>" if because else ""
     author = boxes.kind_box("predicted", f"{escape(prediction.label)}: <b>{escape(shown)}</b>{reason}")
@@ -112,8 +121,9 @@ def predict(name: str, value: Any, unit: str = "", because: str = "", *, ask: st
         return value
     said = f"Your prediction. {ask}"
     options = f" <span style='{boxes.FAINT}'>{escape(' · '.join(prediction.choices))}</span>"
-    page = boxes.box(*boxes.LOOKS["predicted"], f"<b>Your prediction.</b> {escape(ask)}"
-                     + (options if prediction.choices else ""))
+    page = boxes.box(
+        *boxes.LOOKS["predicted"], f"<b>Your prediction.</b> {escape(ask)}" + (options if prediction.choices else "")
+    )
     fold = boxes.folded("The author's prediction", author)
     answers = questions.current()
     if entry := answers.entry(name):
@@ -163,9 +173,16 @@ def measure(name: str, value: Any, unit: str = "", *, how: How = "measured", lab
         answers.seen(name, value, list(choices.values()))
     if prediction.question:
         prediction.question.closed = True
-    display({MIME: {"name": name, "value": value, "predicted": prediction.value, "how": how}, "text/plain": plain,
-             "text/html": boxes.kind_box(how, f"{escape(said)}: <b>{escape(actual)}</b> "
-                                         f"<span style='{boxes.FAINT}'>({escape(detail)})</span>")}, raw=True)
+    display(
+        {
+            MIME: {"name": name, "value": value, "predicted": prediction.value, "how": how},
+            "text/plain": plain,
+            "text/html": boxes.kind_box(
+                how, f"{escape(said)}: <b>{escape(actual)}</b> <span style='{boxes.FAINT}'>({escape(detail)})</span>"
+            ),
+        },
+        raw=True,
+    )
     return value
 
 
@@ -177,8 +194,12 @@ def takeaway(text: str) -> None:
 def text_table(frame: pd.DataFrame) -> Any:
     """A table of texts as a page shows it: left-aligned, whole, in lines that break, without the index."""
     left = {"text-align": "left", "white-space": "normal", "vertical-align": "top"}
-    return frame.style.hide().format(precision=3).set_properties(**left).set_table_styles(
-        [{"selector": "th", "props": "text-align: left"}])
+    return (
+        frame.style.hide()
+        .format(precision=3)
+        .set_properties(**left)
+        .set_table_styles([{"selector": "th", "props": "text-align: left"}])
+    )
 
 
 def source(thing: Callable | type, doc: bool = True) -> Listing:

@@ -44,8 +44,14 @@ def _stamps_of_blocks(module: nn.Module, clock: Clock) -> tuple[list[Stamp], lis
     return begun, ended
 
 
-def over_slow_link(build: Build, rows: int, link: Link, prefetch: bool, tries: int = 5, reductions: bool = False,
-                   ) -> Waits:
+def over_slow_link(
+    build: Build,
+    rows: int,
+    link: Link,
+    prefetch: bool,
+    tries: int = 5,
+    reductions: bool = False,
+) -> Waits:
     """A step in which all-gathers take as long as over a link; on the CPU.
 
     The link is simulated: the data arrive as fast as they do here, and ``wait`` returns no earlier than the link
@@ -60,8 +66,10 @@ def over_slow_link(build: Build, rows: int, link: Link, prefetch: bool, tries: i
         The step whose waiting is the median, with what each of the steps waited.
     """
     engine, share = _slow_engine(build, prefetch)
-    steps = [_slow_step(engine, link, link.seconds(share * sizes(build()).block), rows, step, reductions)
-             for step in range(tries)]
+    steps = [
+        _slow_step(engine, link, link.seconds(share * sizes(build()).block), rows, step, reductions)
+        for step in range(tries)
+    ]
     middle = sorted(steps, key=lambda waits: waits.waited)[(tries - 1) // 2]
     return replace(middle, of_all=tuple(waits.waited for waits in steps))
 
@@ -146,8 +154,11 @@ def overlaps(build: Build, rows: Sequence[int], balanced: int, tries: int = 5) -
     measured = []
     for count in rows:
         forward = median_forward(count)
-        predicted = {prefetch: statistics.median(unlinked[count])
-                     + timeline(bill.blocks, forward, gather, gather, prefetch, root).waited for prefetch in engines}
+        predicted = {
+            prefetch: statistics.median(unlinked[count])
+            + timeline(bill.blocks, forward, gather, gather, prefetch, root).waited
+            for prefetch in engines
+        }
         measured.append(Overlap(count, link, forward, gather, steps[count], predicted))
     return measured
 
@@ -173,6 +184,7 @@ def _slow_step(engine: OverSlowLink, link: Link, gather: float, rows: int, step:
 
 # --- A trace ---
 
+
 @dataclass(frozen=True)
 class TraceEvent:
     """A span in a trace of ``fully_shard``, in milliseconds from the first one's beginning.
@@ -196,8 +208,14 @@ def fsdp_events(events: Iterable[Any]) -> list[TraceEvent]:
     Args:
         events: of ``torch.profiler.profile.events()``: ``name``, and ``time_range`` in microseconds.
     """
-    named = sorted(((event.time_range.start / 1e3, event.time_range.end / 1e3, match["what"], _number(match["module"]))
-                    for event in events if (match := _FSDP.fullmatch(event.name))), key=lambda event: event[0])
+    named = sorted(
+        (
+            (event.time_range.start / 1e3, event.time_range.end / 1e3, match["what"], _number(match["module"]))
+            for event in events
+            if (match := _FSDP.fullmatch(event.name))
+        ),
+        key=lambda event: event[0],
+    )
     start = named[0][0]
     spans: list[TraceEvent] = []
     since: dict[tuple[str, int | None], float] = {}

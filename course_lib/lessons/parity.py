@@ -63,25 +63,39 @@ TENSOR: dict[tuple[str, str], dict[str, Any]] = {
 
 CONTEXT: dict[tuple[str, str], dict[str, Any]] = {
     (f"{strategy} × context {size}, {way}", engine): {
-        "strategy": strategy, "context_parallel_size": size, "context_parallel": way}
+        "strategy": strategy,
+        "context_parallel_size": size,
+        "context_parallel": way,
+    }
     for strategy, size, way, engines in (
-        ("ddp", 2, "zigzag", ("torch", "scratch")), ("ddp", 2, "ring", ("scratch",)),
-        ("ddp", 2, "ulysses", ("scratch",)), ("ddp", 2, "allgather", ("scratch",)),
+        ("ddp", 2, "zigzag", ("torch", "scratch")),
+        ("ddp", 2, "ring", ("scratch",)),
+        ("ddp", 2, "ulysses", ("scratch",)),
+        ("ddp", 2, "allgather", ("scratch",)),
         ("zero1", 2, "ulysses", ("deepspeed", "torch", "scratch")),
-        ("zero2", 2, "allgather", ("deepspeed", "torch", "scratch")), ("zero3", 2, "zigzag", ("deepspeed", "scratch")),
-        ("fsdp", 2, "ring", ("torch", "scratch")), ("fsdp", 4, "zigzag", ("torch", "scratch")))
-    for engine in engines} | {
+        ("zero2", 2, "allgather", ("deepspeed", "torch", "scratch")),
+        ("zero3", 2, "zigzag", ("deepspeed", "scratch")),
+        ("fsdp", 2, "ring", ("torch", "scratch")),
+        ("fsdp", 4, "zigzag", ("torch", "scratch")),
+    )
+    for engine in engines
+} | {
     ("ddp × context 2, zigzag × tensor 2", "scratch"): _TWO | {"context_parallel_size": 2},
-    ("fsdp × context 2, ulysses × tensor 2", "torch"): _TWO | {
-        "strategy": "fsdp", "context_parallel_size": 2, "context_parallel": "ulysses"}}
+    ("fsdp × context 2, ulysses × tensor 2", "torch"): _TWO
+    | {"strategy": "fsdp", "context_parallel_size": 2, "context_parallel": "ulysses"},
+}
 """Rows whose tokens ranks share, by name and engine, and their options."""
 
 MIXTURE: dict[str, Any] = {"model": "tiny-olmoe"}
 EXPERTS: dict[tuple[str, str], dict[str, Any]] = {
     (f"{strategy}, mixture of experts", engine): MIXTURE | {"strategy": strategy, "engine": engine}
-    for strategy, engine in PAIRS if (strategy, engine) != ("zero3", "deepspeed")} | {
+    for strategy, engine in PAIRS
+    if (strategy, engine) != ("zero3", "deepspeed")
+} | {
     (f"{strategy} × experts {size}", "scratch"): MIXTURE | {"strategy": strategy, "expert_parallel_size": size}
-    for strategy in ("ddp", "zero1", "zero2") for size in (2, 4)}
+    for strategy in ("ddp", "zero1", "zero2")
+    for size in (2, 4)
+}
 """A mixture of experts in every way, and its experts spread over ranks, by name and engine, and their options. Without
 DeepSpeed's stage 3: it wants every rank to call the same modules, and transformers' experts for float64 are called only
 where they have tokens."""
@@ -131,13 +145,33 @@ def task(folder: Path, world_size: int, *, rows: int = GLOBAL_ROWS, **options: A
 
     Adam's epsilon is large, so that a gradient that is all rounding does not become a whole step.
     """
-    return build({
-        "dataset": "tweets", "task": "causal_lm", "max_length": 24, "max_train_samples": 60, "max_eval_samples": 8,
-        "model": "tiny-gpt2", "learning_rate": 1e-3, "adam_epsilon": 1e-3, "max_grad_norm": 0.5,
-        "warmup_steps": 2, "batch_size": max(1, rows // 2 // world_size), "gradient_accumulation_steps": 2,
-        "max_steps": STEPS, "logging_steps": 1, "save_steps": 0, "eval_steps": 0, "keep_best": False,
-        "progress_bar": False, "device": "cpu", "mixed_precision": "no", "cpu_kernels": "torch",
-        "output_dir": str(folder)} | options)
+    return build(
+        {
+            "dataset": "tweets",
+            "task": "causal_lm",
+            "max_length": 24,
+            "max_train_samples": 60,
+            "max_eval_samples": 8,
+            "model": "tiny-gpt2",
+            "learning_rate": 1e-3,
+            "adam_epsilon": 1e-3,
+            "max_grad_norm": 0.5,
+            "warmup_steps": 2,
+            "batch_size": max(1, rows // 2 // world_size),
+            "gradient_accumulation_steps": 2,
+            "max_steps": STEPS,
+            "logging_steps": 1,
+            "save_steps": 0,
+            "eval_steps": 0,
+            "keep_best": False,
+            "progress_bar": False,
+            "device": "cpu",
+            "mixed_precision": "no",
+            "cpu_kernels": "torch",
+            "output_dir": str(folder),
+        }
+        | options
+    )
 
 
 @functools.lru_cache(maxsize=4)
@@ -145,8 +179,9 @@ def prepared(data: DataConfig, model: ModelConfig, seed: int) -> tuple[LoadedMod
     """Data and the untrained model, made once for all runs of a process and of those that it forks."""
     text = DataConnector(data, seed).load()
     seed_everything(seed)
-    loaded = modeling.load(model, data.task, label_names=None, texts=text.training_texts, seed=seed,
-                           max_length=data.max_length)
+    loaded = modeling.load(
+        model, data.task, label_names=None, texts=text.training_texts, seed=seed, max_length=data.max_length
+    )
     for module in loaded.model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # each rank draws its own masks, as it should
@@ -180,8 +215,9 @@ def traces(folder: Path, world_size: int, pairs: list[tuple[str, str]], **option
     for strategy, engine in pairs:
         AcceleratorState._reset_state()  # the process group stays
         GradientState._reset_state()
-        recorded.append(trace(task(folder / f"{strategy}-{engine}", world_size, strategy=strategy, engine=engine,
-                                   **options)))
+        recorded.append(
+            trace(task(folder / f"{strategy}-{engine}", world_size, strategy=strategy, engine=engine, **options))
+        )
         gc.collect()
     return recorded if launch_environment.discover().rank == 0 else None
 
@@ -189,14 +225,24 @@ def traces(folder: Path, world_size: int, pairs: list[tuple[str, str]], **option
 def compare(actual: Trace, wanted: Trace, strategy: str, engine: str, world_size: int) -> Cell:
     """The largest differences between a run and the single process's."""
     assert len(actual.losses) == len(wanted.losses) > 0 and set(actual.weights) == set(wanted.weights)
-    largest = [max(abs(a - b) for a, b in zip(x, y, strict=True))
-               for x, y in ((actual.losses, wanted.losses), (actual.norms, wanted.norms))]
+    largest = [
+        max(abs(a - b) for a, b in zip(x, y, strict=True))
+        for x, y in ((actual.losses, wanted.losses), (actual.norms, wanted.norms))
+    ]
     weight = max((actual.weights[name] - wanted.weights[name]).abs().max().item() for name in wanted.weights)
     return Cell(strategy, engine, world_size, largest[0], largest[1], weight)
 
 
-def matrix(folder: Path, world_sizes: tuple[int, ...] = WORLD_SIZES, pairs: list[tuple[str, str]] | None = None,
-           *, steps: int = STEPS, model: str = "tiny-gpt2", timeout: float = 300.0, **more: Any) -> list[Cell]:
+def matrix(
+    folder: Path,
+    world_sizes: tuple[int, ...] = WORLD_SIZES,
+    pairs: list[tuple[str, str]] | None = None,
+    *,
+    steps: int = STEPS,
+    model: str = "tiny-gpt2",
+    timeout: float = 300.0,
+    **more: Any,
+) -> list[Cell]:
     """Every pair at every world size, each against the plain loop on one process.
 
     Args:
@@ -210,8 +256,9 @@ def matrix(folder: Path, world_sizes: tuple[int, ...] = WORLD_SIZES, pairs: list
         more: options of all of them, such as ``lora_r``.
     """
     options: dict[str, Any] = {"max_steps": steps, "model": model} | more
-    alone = functools.cache(lambda rows: trace(task(folder / f"one-{rows}", 1, rows=rows, training_type="basic",
-                                                    **options)))
+    alone = functools.cache(
+        lambda rows: trace(task(folder / f"one-{rows}", 1, rows=rows, training_type="basic", **options))
+    )
     cells = []
     for world_size in world_sizes:
         rows = math.lcm(GLOBAL_ROWS, 2 * world_size)  # two micro-batches
@@ -220,38 +267,69 @@ def matrix(folder: Path, world_sizes: tuple[int, ...] = WORLD_SIZES, pairs: list
         for deepspeed in (False, True):
             chosen = [pair for pair in pairs or PAIRS if (pair[1] == "deepspeed") == deepspeed]
             if chosen:
-                runs = launch(traces, folder / f"{world_size}", world_size, chosen, rows=rows, **options,
-                              num_processes=world_size, timeout=timeout, device="cpu")[0]
+                runs = launch(
+                    traces,
+                    folder / f"{world_size}",
+                    world_size,
+                    chosen,
+                    rows=rows,
+                    **options,
+                    num_processes=world_size,
+                    timeout=timeout,
+                    device="cpu",
+                )[0]
                 cells += [compare(run, wanted, *pair, world_size) for run, pair in zip(runs, chosen, strict=True)]
     return cells
 
 
-def tensor_matrix(folder: Path, world_sizes: tuple[int, ...] = (2, 4), *, steps: int = STEPS,
-                  timeout: float = 300.0) -> list[Cell]:
+def tensor_matrix(
+    folder: Path, world_sizes: tuple[int, ...] = (2, 4), *, steps: int = STEPS, timeout: float = 300.0
+) -> list[Cell]:
     """What splits layers over two ranks, against the plain loop on one process; pipelines of it take four ranks."""
     wanted = trace(task(folder / "one", 1, training_type="basic", max_steps=steps))
     cells = []
     for world_size in world_sizes:
-        rows = {row: options | {"engine": row[1], "max_steps": steps} for row, options in TENSOR.items()
-                if world_size >= 2 * options.get("pipeline_parallel_size", 1)}
-        runs = launch(_shared_traces, folder / f"{world_size}", world_size, rows, num_processes=world_size,
-                      timeout=timeout, device="cpu")[0]
+        rows = {
+            row: options | {"engine": row[1], "max_steps": steps}
+            for row, options in TENSOR.items()
+            if world_size >= 2 * options.get("pipeline_parallel_size", 1)
+        }
+        runs = launch(
+            _shared_traces,
+            folder / f"{world_size}",
+            world_size,
+            rows,
+            num_processes=world_size,
+            timeout=timeout,
+            device="cpu",
+        )[0]
         cells += [compare(run, wanted, *row, world_size) for run, row in zip(runs, rows, strict=True)]
     return cells
 
 
-def context_matrix(folder: Path, world_sizes: tuple[int, ...] = (2, 4), *, steps: int = STEPS,
-                   timeout: float = 600.0) -> list[Cell]:
+def context_matrix(
+    folder: Path, world_sizes: tuple[int, ...] = (2, 4), *, steps: int = STEPS, timeout: float = 600.0
+) -> list[Cell]:
     """Rows whose tokens ranks share, against the plain loop on one process, on as many ranks as share them, or more."""
     wanted = trace(task(folder / "one", 1, training_type="basic", max_steps=steps))
     cells = []
     for world_size in world_sizes:
         for deepspeed in (False, True):  # it takes the whole process to itself
-            chosen = {row: options | {"engine": row[1], "max_steps": steps} for row, options in CONTEXT.items()
-                      if (row[1] == "deepspeed") == deepspeed and world_size >= sharing(options)}
+            chosen = {
+                row: options | {"engine": row[1], "max_steps": steps}
+                for row, options in CONTEXT.items()
+                if (row[1] == "deepspeed") == deepspeed and world_size >= sharing(options)
+            }
             if chosen:
-                runs = launch(_shared_traces, folder / f"{world_size}-{deepspeed}", world_size, chosen,
-                              num_processes=world_size, timeout=timeout, device="cpu")[0]
+                runs = launch(
+                    _shared_traces,
+                    folder / f"{world_size}-{deepspeed}",
+                    world_size,
+                    chosen,
+                    num_processes=world_size,
+                    timeout=timeout,
+                    device="cpu",
+                )[0]
                 cells += [compare(run, wanted, *row, world_size) for run, row in zip(runs, chosen, strict=True)]
     return cells
 
@@ -261,19 +339,34 @@ def sharing(options: Mapping[str, Any]) -> int:
     return math.prod(options.get(f"{axis}_parallel_size", 1) for axis in ("pipeline", "context", "tensor"))
 
 
-def experts_matrix(folder: Path, world_sizes: tuple[int, ...] = WORLD_SIZES, *,
-                   rows: Mapping[tuple[str, str], dict[str, Any]] = EXPERTS, steps: int = STEPS,
-                   timeout: float = 600.0) -> list[Cell]:
+def experts_matrix(
+    folder: Path,
+    world_sizes: tuple[int, ...] = WORLD_SIZES,
+    *,
+    rows: Mapping[tuple[str, str], dict[str, Any]] = EXPERTS,
+    steps: int = STEPS,
+    timeout: float = 600.0,
+) -> list[Cell]:
     """A mixture of experts against the plain loop on one process; spread ones on as many ranks, or more."""
     wanted = trace(task(folder / "one", 1, training_type="basic", max_steps=steps, **MIXTURE))
     cells = []
     for world_size in world_sizes:
         for deepspeed in (False, True):  # it takes the whole process to itself
-            chosen = {row: options | {"max_steps": steps} for row, options in rows.items()
-                      if (row[1] == "deepspeed") == deepspeed and world_size >= options.get("expert_parallel_size", 1)}
+            chosen = {
+                row: options | {"max_steps": steps}
+                for row, options in rows.items()
+                if (row[1] == "deepspeed") == deepspeed and world_size >= options.get("expert_parallel_size", 1)
+            }
             if chosen:
-                runs = launch(_traces_of, folder / f"{world_size}-{deepspeed}", world_size, chosen,
-                              num_processes=world_size, timeout=timeout, device="cpu")[0]
+                runs = launch(
+                    _traces_of,
+                    folder / f"{world_size}-{deepspeed}",
+                    world_size,
+                    chosen,
+                    num_processes=world_size,
+                    timeout=timeout,
+                    device="cpu",
+                )[0]
                 cells += [compare(run, wanted, *row, world_size) for run, row in zip(runs, chosen, strict=True)]
     return cells
 

@@ -79,8 +79,10 @@ class Measured:
     @property
     def bubbles(self) -> list[float]:
         """Of each try, the share of all ranks' time, from first start to last end, in which they did not compute."""
-        return [1 - sum(float(span.end - span.start) for row in rows for span in row) / (_length(rows) * len(rows))
-                for rows in self.tries]
+        return [
+            1 - sum(float(span.end - span.start) for row in rows for span in row) / (_length(rows) * len(rows))
+            for rows in self.tries
+        ]
 
     @property
     def bubble(self) -> float:
@@ -102,8 +104,12 @@ def _length(rows: Rows) -> float:
     return max(float(row[-1].end) for row in rows)
 
 
-def measure(schedules: Mapping[str, Schedule], costs: Costs, tries: int = 5, timeout: float = 300.0,
-            ) -> dict[str, Measured]:
+def measure(
+    schedules: Mapping[str, Schedule],
+    costs: Costs,
+    tries: int = 5,
+    timeout: float = 300.0,
+) -> dict[str, Measured]:
     """Run tables, all for the same number of ranks, each the same number of times, and keep every try.
 
     Args:
@@ -129,11 +135,15 @@ def _on_rank(schedules: Mapping[str, Schedule], costs: Costs, tries: int) -> dic
     """Each table's passes on this rank; their times are on the clock that the ranks of one machine share."""
     dist.init_process_group("gloo")
     executors = {}
-    batches = {size: torch.zeros(size, 1, requires_grad=True)  # so that the first stage has an I too
-               for size in {schedule.microbatches for schedule in schedules.values()}}
+    batches = {
+        size: torch.zeros(size, 1, requires_grad=True)  # so that the first stage has an I too
+        for size in {schedule.microbatches for schedule in schedules.values()}
+    }
     for name, schedule in schedules.items():
-        seconds = [[float(cost) / 1000 for cost in costs.of(kind, schedule.stages)]
-                   for kind in ("forward", "backward_input", "backward_weight")]
+        seconds = [
+            [float(cost) / 1000 for cost in costs.of(kind, schedule.stages)]
+            for kind in ("forward", "backward_input", "backward_weight")
+        ]
         stages = {stage: SleepingStage(0.0, 0.0, 0.0) for stage in schedule.stages_of(dist.get_rank())}
         executors[name] = PipelineExecutor(schedule, stages, lambda output, target: output.sum())
         batch = batches[schedule.microbatches]
@@ -154,8 +164,10 @@ def _on_rank(schedules: Mapping[str, Schedule], costs: Costs, tries: int) -> dic
 def _rows(passes: Sequence[StepResult]) -> Rows:
     """What each rank ran in one try, in ms from the first start."""
     start = min(result.spans[0].start for result in passes)
-    return tuple(tuple(Span(action, 1000 * (begin - start), 1000 * (end - start))
-                       for action, begin, end in result.spans) for result in passes)
+    return tuple(
+        tuple(Span(action, 1000 * (begin - start), 1000 * (end - start)) for action, begin, end in result.spans)
+        for result in passes
+    )
 
 
 @dataclass(frozen=True)
@@ -191,8 +203,14 @@ def unsplit(build: Callable[[], nn.Module], ids: Tensor) -> Gradients:
     return Gradients(loss.item(), _gradients(model), [sum(parameter.numel() for parameter in model.parameters())])
 
 
-def split(schedules: Mapping[str, Schedule], build: Callable[[], nn.Module], ids: Tensor,
-          engine: type = PipelineExecutor, tied: bool = True, timeout: float = 120.0) -> dict[str, Gradients]:
+def split(
+    schedules: Mapping[str, Schedule],
+    build: Callable[[], nn.Module],
+    ids: Tensor,
+    engine: type = PipelineExecutor,
+    tied: bool = True,
+    timeout: float = 120.0,
+) -> dict[str, Gradients]:
     """The same, cut into stages that real ranks run as each of some tables says, all for the same number of ranks.
 
     Args:
@@ -203,8 +221,9 @@ def split(schedules: Mapping[str, Schedule], build: Callable[[], nn.Module], ids
         tied: add up the gradients of weights that several stages share.
     """
     ranks = {schedule.ranks for schedule in schedules.values()}
-    by_rank = launch(_split_on_rank, schedules, build, ids, engine, tied, num_processes=ranks.pop(), timeout=timeout,
-                     device="cpu")
+    by_rank = launch(
+        _split_on_rank, schedules, build, ids, engine, tied, num_processes=ranks.pop(), timeout=timeout, device="cpu"
+    )
     return {name: _joined([parts[name] for parts in by_rank]) for name in schedules}
 
 
@@ -218,8 +237,9 @@ def _joined(parts: list[Part]) -> Gradients:
     return Gradients(sum(losses) / len(losses), gradients, [elements for _, _, elements in parts])
 
 
-def _split_on_rank(schedules: Mapping[str, Schedule], build: Callable[[], nn.Module], ids: Tensor, engine: type,
-                   tied: bool) -> dict[str, Part]:
+def _split_on_rank(
+    schedules: Mapping[str, Schedule], build: Callable[[], nn.Module], ids: Tensor, engine: type, tied: bool
+) -> dict[str, Part]:
     dist.init_process_group("gloo")
     parts: dict[str, Part] = {}
     for name, schedule in schedules.items():

@@ -58,8 +58,11 @@ def real_step(layers: int, width: int) -> Counted:
     with Meter(engine, optimizer, engine.resident) as meter:
         forward_and_backward()
     kept = ("parameters", "gradients", "optimizer states")
-    return Counted(Counter((collective.name, collective.bytes) for collective in meter.collectives), meter.bytes_sent,
-                   sum(meter.resident[kind] for kind in kept))
+    return Counted(
+        Counter((collective.name, collective.bytes) for collective in meter.collectives),
+        meter.bytes_sent,
+        sum(meter.resident[kind] for kind in kept),
+    )
 
 
 def real_and_simulated(layers: int, width: int, num_processes: int, device: str) -> tuple[Counted, Counted]:
@@ -67,9 +70,11 @@ def real_and_simulated(layers: int, width: int, num_processes: int, device: str)
     real = launch(real_step, layers, width, num_processes=num_processes, device=device, timeout=120)[0]
     simulated = simulate(small_config(layers, width), Setting("fsdp", num_processes, ROWS, TOKENS, precision="fp32"))
     kept = ("parameters", "gradients", "optimizer states")
-    return real, Counted(Counter((exchange.name, exchange.bytes) for exchange in simulated.exchanges),
-                         sum(exchange.sent for exchange in simulated.exchanges),
-                         sum(simulated.resident[kind] for kind in kept))
+    return real, Counted(
+        Counter((exchange.name, exchange.bytes) for exchange in simulated.exchanges),
+        sum(exchange.sent for exchange in simulated.exchanges),
+        sum(simulated.resident[kind] for kind in kept),
+    )
 
 
 def known_errors() -> pd.DataFrame:
@@ -82,8 +87,7 @@ def known_errors() -> pd.DataFrame:
     """
     path = Path(course_lib.__file__).parents[1] / ERRORS
     if not path.exists():
-        raise DataError(f"{ERRORS} is not beside the installed package",
-                        "run the lesson in a clone of the repository")
+        raise DataError(f"{ERRORS} is not beside the installed package", "run the lesson in a clone of the repository")
     rows = ([cell.strip(" *") for cell in line.split("|")[1:-1]] for line in path.read_text("utf-8").splitlines())
     counted = [row for row in rows if len(row) == 4 and row[1].isdigit()]
     return pd.DataFrame(counted, columns=["kind", "rows", "median", "90th percentile"]).astype({"rows": int})

@@ -61,6 +61,7 @@ class Answers:
 
     def seen(self, name: str, measured: Any, choices: list[Any]) -> None:
         """Keep what was found beside the learner's answer, the first time that it is shown."""
+
         def edit(content: dict[str, Any]) -> None:
             entry = content[self.lesson][name]
             if "measured" not in entry:

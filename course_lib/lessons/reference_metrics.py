@@ -23,8 +23,12 @@ class ClassificationMetrics(evaluate.Metric):
 
     def _info(self) -> evaluate.MetricInfo:
         column = datasets.Value("int64")
-        return evaluate.MetricInfo(description="accuracy and macro-F1", citation="", inputs_description="",
-                                   features=datasets.Features({"predictions": column, "references": column}))
+        return evaluate.MetricInfo(
+            description="accuracy and macro-F1",
+            citation="",
+            inputs_description="",
+            features=datasets.Features({"predictions": column, "references": column}),
+        )
 
     def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
         return {

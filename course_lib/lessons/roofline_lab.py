@@ -17,14 +17,18 @@ from course_lib.metering.operators import Operator, OperatorCounter
 VOCABULARY = 8192
 MATRIX = ("matmul", "attention")
 """Kinds of operators that multiply matrices."""
-KEEP = (torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default)
+KEEP = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+)
 """Operators whose results are dear to compute again."""
 
 
-def llama(layers: int = 2, width: int = 256, tokens: int = 256, vocabulary: int = VOCABULARY,
-          attention: str = "sdpa") -> LlamaForCausalLM:
+def llama(
+    layers: int = 2, width: int = 256, tokens: int = 256, vocabulary: int = VOCABULARY, attention: str = "sdpa"
+) -> LlamaForCausalLM:
     """A Llama in which two heads of queries share a head of keys; the same weights on every call.
 
     Args:
@@ -35,10 +39,19 @@ def llama(layers: int = 2, width: int = 256, tokens: int = 256, vocabulary: int 
         attention: as transformers' ``attn_implementation``.
     """
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=vocabulary, hidden_size=width, intermediate_size=width * 43 // 16, num_hidden_layers=layers,
-        num_attention_heads=width // 32, num_key_value_heads=width // 64, max_position_embeddings=tokens,
-        attn_implementation=attention, use_cache=False))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=width * 43 // 16,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 32,
+            num_key_value_heads=width // 64,
+            max_position_embeddings=tokens,
+            attn_implementation=attention,
+            use_cache=False,
+        )
+    )
 
 
 def seconds_in_turns(steps: Mapping[str, Callable[[], object]], tries: int) -> dict[str, list[float]]:
@@ -52,8 +65,9 @@ def seconds_in_turns(steps: Mapping[str, Callable[[], object]], tries: int) -> d
     return seconds
 
 
-def fastest_operators(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], object],
-                      tries: int) -> list[Operator]:
+def fastest_operators(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], object], tries: int
+) -> list[Operator]:
     """Every operator of a step with the seconds of its fastest try."""
     fastest: dict[tuple[str, ...], Operator] = {}
     for _ in range(tries):

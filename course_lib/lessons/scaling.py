@@ -9,8 +9,17 @@ import pandas as pd
 
 from course_lib.tracking.sweeps import TrainingFailed, train_apart
 
-QUIET = {"eval_steps": 0, "save_steps": 0, "baselines": "false", "keep_best": "false", "tracker": "none",
-         "max_eval_samples": 1, "overwrite_output_dir": "true", "push_to_hub": "none", "resume_from_checkpoint": "none"}
+QUIET = {
+    "eval_steps": 0,
+    "save_steps": 0,
+    "baselines": "false",
+    "keep_best": "false",
+    "tracker": "none",
+    "max_eval_samples": 1,
+    "overwrite_output_dir": "true",
+    "push_to_hub": "none",
+    "resume_from_checkpoint": "none",
+}
 """Fields of every run of a study: it only steps."""
 
 
@@ -37,8 +46,15 @@ class Point:
     peak_mib: float
 
 
-def study(base: Sequence[str], processes: Sequence[int], folder: Path, *, steps: int = 30, strong: bool = False,
-          say: Callable[[str], None] = print) -> list[Point]:
+def study(
+    base: Sequence[str],
+    processes: Sequence[int],
+    folder: Path,
+    *,
+    steps: int = 30,
+    strong: bool = False,
+    say: Callable[[str], None] = print,
+) -> list[Point]:
     """Train with each number of processes, one after another, and compare.
 
     The first third of the steps warms up and is not counted.
@@ -67,11 +83,21 @@ def study(base: Sequence[str], processes: Sequence[int], folder: Path, *, steps:
         rate = samples / seconds
         first = points[0] if points else None
         speed_up = rate / first.samples_per_second if first else 1.0
-        points.append(Point(count, summary["train"]["global_batch_size"], seconds / counted * 1e3, rate, speed_up,
-                            speed_up / (count / first.processes if first else 1),
-                            max(summary["memory"]["peak_bytes"]) / 2**20))
-        say(f"{count} processes: {points[-1].step_ms:.1f} ms per step, {rate:.1f} samples/s, "
-            f"efficiency {points[-1].efficiency:.0%}")
+        points.append(
+            Point(
+                count,
+                summary["train"]["global_batch_size"],
+                seconds / counted * 1e3,
+                rate,
+                speed_up,
+                speed_up / (count / first.processes if first else 1),
+                max(summary["memory"]["peak_bytes"]) / 2**20,
+            )
+        )
+        say(
+            f"{count} processes: {points[-1].step_ms:.1f} ms per step, {rate:.1f} samples/s, "
+            f"efficiency {points[-1].efficiency:.0%}"
+        )
     return points
 
 

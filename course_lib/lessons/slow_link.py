@@ -31,6 +31,7 @@ class Link:
 
 # --- On paper ---
 
+
 @dataclass(frozen=True)
 class LinkTimeline:
     """A step of FSDP on two lanes; spans are (what, block, begin, end), in seconds from the beginning of the step.
@@ -51,8 +52,9 @@ class LinkTimeline:
         return self.end - sum(end - begin for _, _, begin, end in self.compute)
 
 
-def timeline(blocks: int, forward: float, gather: float, reduce: float, prefetch: bool,
-             root: float = 0.0) -> LinkTimeline:
+def timeline(
+    blocks: int, forward: float, gather: float, reduce: float, prefetch: bool, root: float = 0.0
+) -> LinkTimeline:
     """What a step takes if a block's backward computes twice as long as its forward, and the root not at all.
 
     The order is that of :class:`course_lib.parallel.sharded_module.ShardedModule`: with prefetch, a gather begins when
@@ -93,6 +95,7 @@ def timeline(blocks: int, forward: float, gather: float, reduce: float, prefetch
 
 
 # --- In a step ---
+
 
 @dataclass(frozen=True)
 class Waits:

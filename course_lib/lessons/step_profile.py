@@ -32,9 +32,11 @@ def bytes_by_kind(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     """Bytes of ``parameters``, ``gradients`` and ``optimizer states`` that are held now; a tied weight counts once."""
     parameters = list(model.parameters())
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    return {"parameters": sum(p.nbytes for p in parameters),
-            "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
-            "optimizer states": sum(value.nbytes for value in states)}
+    return {
+        "parameters": sum(p.nbytes for p in parameters),
+        "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
+        "optimizer states": sum(value.nbytes for value in states),
+    }
 
 
 class _Kept:
@@ -148,8 +150,10 @@ def watch_memory(trainer: "Trainer", batches: Iterable[Batch]) -> tuple[list[Mom
     timeline, phases = MemoryTimeline(trainer.model, trainer.optimizer, trainer.clock), trainer.phases
     hooks = [p.register_post_accumulate_grad_hook(timeline.note) for p in trainer.model.parameters()]
     hooks += [module.register_forward_hook(timeline.note) for module in trainer.model.modules()]
-    hooks += [trainer.optimizer.register_step_pre_hook(timeline.note),
-              trainer.optimizer.register_step_post_hook(timeline.note)]
+    hooks += [
+        trainer.optimizer.register_step_pre_hook(timeline.note),
+        trainer.optimizer.register_step_post_hook(timeline.note),
+    ]
     trainer.phases = timeline
     trainer.wrapped.train()
     try:
@@ -163,8 +167,9 @@ def watch_memory(trainer: "Trainer", batches: Iterable[Batch]) -> tuple[list[Mom
             hook.remove()
 
 
-def seconds_by_turns(trainer: "Trainer", ways: Mapping[str, Sequence[Batch]],
-                     prepare: Callable[[str], object] = lambda name: None) -> dict[str, list[dict[str, float]]]:
+def seconds_by_turns(
+    trainer: "Trainer", ways: Mapping[str, Sequence[Batch]], prepare: Callable[[str], object] = lambda name: None
+) -> dict[str, list[dict[str, float]]]:
     """Train in several ways by turns, a step each, so that what else the machine does falls on all alike.
 
     Args:

@@ -43,8 +43,9 @@ class Shape:
 
     def model(self, dropout: float = 0.0) -> GPT2LMHeadModel:
         """The same weights on every call, on the CPU."""
-        return gpt2(self.layers, self.width, self.tokens, self.vocabulary, heads=self.heads, dropout=dropout,
-                    use_cache=False)
+        return gpt2(
+            self.layers, self.width, self.tokens, self.vocabulary, heads=self.heads, dropout=dropout, use_cache=False
+        )
 
     def loss(self, model: nn.Module, step: int = 0) -> Tensor:
         """Mean cross-entropy of chains of tokens that an affine map continues, the same rows on every rank."""
@@ -56,8 +57,11 @@ class Shape:
         return F.cross_entropy(model(input_ids=tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def pair(column: Callable[[nn.Linear], nn.Module], row: Callable[[nn.Linear], nn.Module], width: int = 16,
-         ) -> dict[str, tuple[Tensor, Tensor]]:
+def pair(
+    column: Callable[[nn.Linear], nn.Module],
+    row: Callable[[nn.Linear], nn.Module],
+    width: int = 16,
+) -> dict[str, tuple[Tensor, Tensor]]:
     """A split pair of linear layers beside the whole two: the output, and the gradients of X, A and B.
 
     Args:
@@ -78,8 +82,10 @@ def pair(column: Callable[[nn.Linear], nn.Module], row: Callable[[nn.Linear], nn
     whole, split = second(F.gelu(first(whole_in))), rows(F.gelu(columns(split_in)))
     for output in (whole, split):
         output.square().sum().backward()
-    wanted: dict[str, Any] = {"A": first.weight.grad.chunk(ranks, 0)[rank],  # type: ignore[union-attr]
-                              "B": second.weight.grad.chunk(ranks, 1)[rank]}  # type: ignore[union-attr]
+    wanted: dict[str, Any] = {
+        "A": first.weight.grad.chunk(ranks, 0)[rank],  # type: ignore[union-attr]
+        "B": second.weight.grad.chunk(ranks, 1)[rank],
+    }  # type: ignore[union-attr]
     mine: dict[str, Any] = {"A": columns.get_parameter("weight").grad, "B": rows.get_parameter("weight").grad}
     both: dict[str, Any] = {"output": (split.detach(), whole.detach()), "gradient of X": (split_in.grad, whole_in.grad)}
     both |= {f"gradient of {name}": (mine[name], wanted[name]) for name in wanted}
@@ -162,11 +168,14 @@ def watch(shape: Shape, engine: str = "scratch", **options: Any) -> WatchedSplit
     gradients = model.whole_gradients() if engine != "whole" else {n: p.grad for n, p in model.named_parameters()}
     apart = max((gradients[name] - gradient).abs().max().item() for name, gradient in wanted.items())
     largest = max(gradient.abs().max().item() for gradient in wanted.values())
-    forward, backward = ([(call.name, call.bytes) for call in meter.collectives if (call.start < turn) is before]
-                         for before in (True, False))
+    forward, backward = (
+        [(call.name, call.bytes) for call in meter.collectives if (call.start < turn) is before]
+        for before in (True, False)
+    )
     held = sum(_local(p).nbytes for p in model.parameters())
-    return WatchedSplit(loss.item(), apart / largest, forward, backward, meter.bytes_sent, meter.peak["activations"],
-                        held)
+    return WatchedSplit(
+        loss.item(), apart / largest, forward, backward, meter.bytes_sent, meter.peak["activations"], held
+    )
 
 
 @dataclass(frozen=True)

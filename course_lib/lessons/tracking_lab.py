@@ -19,8 +19,15 @@ from course_lib.training.callbacks import Callback
 from course_lib.training.run import build_trainer
 from course_lib.training.trainer import Trainer
 
-ROW = {"train/loss": 0.5, "train/learning_rate": 1e-4, "train/gradient_norm": 1.0, "train/samples_per_second": 100.0,
-       "train/tokens_per_second": 3000.0, "train/seconds": 1.0, "train/epoch": 0.5}
+ROW = {
+    "train/loss": 0.5,
+    "train/learning_rate": 1e-4,
+    "train/gradient_norm": 1.0,
+    "train/samples_per_second": 100.0,
+    "train/tokens_per_second": 3000.0,
+    "train/seconds": 1.0,
+    "train/epoch": 0.5,
+}
 """A row as the trainers log it."""
 
 
@@ -76,7 +83,7 @@ class StepTimes(Callback):
         What else the machine does adds to a stretch; from one step to the next it also takes away, as a rank that has
         waited for a core sees less of the others' next step.
         """
-        return min(b - a for a, b in zip(self.ends[2:], self.ends[2 + STRETCH:], strict=False)) / STRETCH * 1e3
+        return min(b - a for a, b in zip(self.ends[2:], self.ends[2 + STRETCH :], strict=False)) / STRETCH * 1e3
 
 
 def step_ms(config: Config, slow: float = 0.0, in_thread: bool = False) -> float:
@@ -109,6 +116,7 @@ def row_ms(names: Iterable[str], folder: Path, rows: int = 100, step: float = 2e
         rows: logged with each.
         step: seconds from row to row; a training computes there.
     """
+
     def timed(tracker: Tracker) -> float:
         tracker.start()
         spent = []
@@ -123,8 +131,10 @@ def row_ms(names: Iterable[str], folder: Path, rows: int = 100, step: float = 2e
     milliseconds = {}
     for name in names:
         info = [RunInfo(f"{name}{number}", "cost", "lesson", None, folder / f"{name}-{number}") for number in (0, 1)]
-        milliseconds[name] = {"in the step": timed(TRACKERS[name](info[0])),
-                              "handed over": timed(Guarded(TRACKERS[name](info[1])))}
+        milliseconds[name] = {
+            "in the step": timed(TRACKERS[name](info[0])),
+            "handed over": timed(Guarded(TRACKERS[name](info[1]))),
+        }
     return pd.DataFrame(milliseconds).T
 
 

@@ -58,9 +58,12 @@ class Tweets:
         self.names = self.data.label_names or ()
         shares = [count / rows for count in Counter(scored).values()]
         majority = majority_class(train, scored, len(self.names))
-        self.yardsticks = Yardsticks(class_shares_loss(train, scored, len(self.names)),
-                                     -sum(share * math.log(share) for share in shares),
-                                     majority["accuracy"], majority["macro_f1"])
+        self.yardsticks = Yardsticks(
+            class_shares_loss(train, scored, len(self.names)),
+            -sum(share * math.log(share) for share in shares),
+            majority["accuracy"],
+            majority["macro_f1"],
+        )
 
     def fresh(self, seed: int) -> nn.Module:
         """The pretrained body with a head that this seed draws; dropout goes on from the seed, too."""
@@ -71,7 +74,7 @@ class Tweets:
 
     def batches(self, steps: int, size: int) -> list[list[int]]:
         """Rows of the training split for so many steps, in an order that torch's generator draws."""
-        return torch.randperm(self.train_rows)[:steps * size].view(steps, size).tolist()
+        return torch.randperm(self.train_rows)[: steps * size].view(steps, size).tolist()
 
     def batch(self, rows: list[int]) -> dict[str, Tensor]:
         """Rows of the training split as a model takes them: (rows, longest) int64, and labels (rows,)."""
@@ -83,7 +86,7 @@ class Tweets:
         lines: list[tuple[Any, ...]] = []
         with torch.inference_mode():
             for first in range(0, len(self.scored[0]), SCORED):
-                texts, labels = self.scored[0][first:first + SCORED], self.scored[1][first:first + SCORED]
+                texts, labels = self.scored[0][first : first + SCORED], self.scored[1][first : first + SCORED]
                 batch = self._encoded(texts, labels)
                 logits = model(**batch).logits
                 losses = cross_entropy(logits, batch["labels"], reduction="none")
@@ -126,5 +129,8 @@ def tells_apart(one: pd.DataFrame, other: pd.DataFrame) -> dict[str, float]:
     if list(one["text"]) != list(other["text"]):
         raise ValueError("the two were scored on different rows")
     differences = other["loss"] - one["loss"]
-    return {"gap": float(differences.mean()), "separate": math.hypot(one["loss"].sem(), other["loss"].sem()),
-            "paired": float(differences.sem())}
+    return {
+        "gap": float(differences.mean()),
+        "separate": math.hypot(one["loss"].sem(), other["loss"].sem()),
+        "paired": float(differences.sem()),
+    }

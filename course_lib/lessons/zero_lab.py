@@ -25,8 +25,15 @@ PUBLISHED_7_5B = {0: 120.0, 1: 31.4, 2: 16.6, 3: 1.88}
 """GB (10^9 bytes) per GPU for 7.5 billion parameters on 64 GPUs, as printed (arXiv 1910.02054, Table 1, Figure 1)."""
 
 
-def model_states(stage: int, ranks: int, parameters: float, *, parameter_bytes: int = 4, gradient_bytes: int = 4,
-                 optimizer_bytes: int = 8) -> dict[str, float]:
+def model_states(
+    stage: int,
+    ranks: int,
+    parameters: float,
+    *,
+    parameter_bytes: int = 4,
+    gradient_bytes: int = 4,
+    optimizer_bytes: int = 8,
+) -> dict[str, float]:
     """Bytes of model states per rank, by kind (arXiv 1910.02054, section 5).
 
     Args:
@@ -37,9 +44,11 @@ def model_states(stage: int, ranks: int, parameters: float, *, parameter_bytes: 
         gradient_bytes: a parameter.
         optimizer_bytes: a parameter: 8 for Adam in fp32; K = 12 with its fp32 master under mixed precision.
     """
-    return {"parameters": parameter_bytes * parameters / (ranks if stage >= 3 else 1),
-            "gradients": gradient_bytes * parameters / (ranks if stage >= 2 else 1),
-            "optimizer states": optimizer_bytes * parameters / (ranks if stage >= 1 else 1)}
+    return {
+        "parameters": parameter_bytes * parameters / (ranks if stage >= 3 else 1),
+        "gradients": gradient_bytes * parameters / (ranks if stage >= 2 else 1),
+        "optimizer states": optimizer_bytes * parameters / (ranks if stage >= 1 else 1),
+    }
 
 
 def small_gpt2(layers: int = 4, width: int = 96) -> GPT2LMHeadModel:
@@ -47,8 +56,9 @@ def small_gpt2(layers: int = 4, width: int = 96) -> GPT2LMHeadModel:
     return gpt2(layers, width, tokens=32, vocabulary=512)
 
 
-def engine_of(stage: int, model: nn.Module,
-              group: dist.ProcessGroup | None = None) -> tuple[Any, torch.optim.Optimizer]:
+def engine_of(
+    stage: int, model: nn.Module, group: dist.ProcessGroup | None = None
+) -> tuple[Any, torch.optim.Optimizer]:
     """The from-scratch engine of a stage around a model, and its AdamW; small buckets, as the model is small."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if stage == 0:
@@ -123,8 +133,12 @@ def held_by(model: nn.Module, engine: Any) -> dict[str, int]:
     parameters = [*model.parameters(), *own]
     states = (value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value))
     tensors = (parameters, [parameter.grad for parameter in parameters if parameter.grad is not None], states)
-    return {kind: sum({storage.data_ptr(): storage.nbytes() for storage in map(torch.Tensor.untyped_storage, those)}
-                      .values()) for kind, those in zip(STATE, tensors, strict=True)}
+    return {
+        kind: sum(
+            {storage.data_ptr(): storage.nbytes() for storage in map(torch.Tensor.untyped_storage, those)}.values()
+        )
+        for kind, those in zip(STATE, tensors, strict=True)
+    }
 
 
 def prepare_deepspeed() -> None:

@@ -27,16 +27,30 @@ from course_lib.metering.storages import StorageTable, TrackedStorage, resizes
 from course_lib.parallel.clock import Clock
 from course_lib.replacing import replaced
 
-KINDS = ("parameters", "parameter copies", "gradients", "optimizer states", "communication buffers", "inputs",
-         "logits", "activations", "temporaries")
+KINDS = (
+    "parameters",
+    "parameter copies",
+    "gradients",
+    "optimizer states",
+    "communication buffers",
+    "inputs",
+    "logits",
+    "activations",
+    "temporaries",
+)
 """A storage that serves as several of these counts as the first.
 
 Parameter copies are gathered from other ranks, or cast to 16 bits. Logits are all storages with a row for each token
 and a column for each word, the loss's own too. Activations are what autograd saves for the backward pass; what
 checkpointing computes again within it is temporary, as is all the rest.
 """
-FUNCTIONAL = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather",
-              "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all", "broadcast": "broadcast"}
+FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
 """Collectives that DTensor issues; on fake tensors they never reach a process group."""
 
 
@@ -185,11 +199,11 @@ class AllocationLog(TorchDispatchMode):
         """The collectives between start and stop, in the order of issue."""
         noted = iter(self._traffic.transfers)
         every = [call if isinstance(call, CollectiveRecord) else _exchange(next(noted), *call) for call in self._issued]
-        return every[self._from[1]:self._to[1]]
+        return every[self._from[1] : self._to[1]]
 
     def changes(self) -> Iterator[Change]:
         """Every change of a storage up to stop, in order."""
-        for place, (storage, size, phase) in enumerate(self._events[:self._to[0]]):
+        for place, (storage, size, phase) in enumerate(self._events[: self._to[0]]):
             yield Change(phase, storage.kind, storage.module, size, place >= self._from[0])
 
     def _kind(self, tensor: Any) -> str:
@@ -220,8 +234,17 @@ class AllocationLog(TorchDispatchMode):
         for tensor in (args[0], result):
             self.hold(tensor, "communication buffers")
         size, ranks = payload.numel() * payload.element_size(), dist.get_world_size(group)
-        self._issued.append(CollectiveRecord(name, size, str(payload.dtype).removeprefix("torch."), ranks,
-                                             ring_bytes(name, size, ranks, group.rank()), self.phase, self.module))
+        self._issued.append(
+            CollectiveRecord(
+                name,
+                size,
+                str(payload.dtype).removeprefix("torch."),
+                ranks,
+                ring_bytes(name, size, ranks, group.rank()),
+                self.phase,
+                self.module,
+            )
+        )
 
     def _uses(self, module: nn.Module, _: Any) -> None:
         """A module's own parameters, just before it computes: FSDP2 has put the gathered ones in their place."""

@@ -50,8 +50,10 @@ OPERATORS = {
 }
 """Operator: the collective's standard name."""
 
-ARGUMENTS = {operator: tuple(argument.name for argument in getattr(torch.ops.c10d, operator).default._schema.arguments)
-             for operator in OPERATORS}
+ARGUMENTS = {
+    operator: tuple(argument.name for argument in getattr(torch.ops.c10d, operator).default._schema.arguments)
+    for operator in OPERATORS
+}
 """Operator: the names of its arguments, of which calls leave out trailing ones that are at their defaults."""
 
 INPUTS = {
@@ -143,10 +145,13 @@ def _open() -> None:
     waits = torch.library.Library("_c10d_functional", "IMPL")
     waits.impl("wait_tensor", _wait_tensor, "BackendSelect", with_keyset=True)
     _undo.extend((operators._destroy, waits._destroy))
-    for owner, name, around in ((dist.Work, "wait", _waiting), (dist.ProcessGroup, "_start_coalescing", _beginning),
-                                (dist.ProcessGroup, "_end_coalescing", _closing),
-                                (torch.cuda.CUDAGraph, "capture_begin", graph_captures.beginning),
-                                (torch.cuda.CUDAGraph, "capture_end", graph_captures.ending)):
+    for owner, name, around in (
+        (dist.Work, "wait", _waiting),
+        (dist.ProcessGroup, "_start_coalescing", _beginning),
+        (dist.ProcessGroup, "_end_coalescing", _closing),
+        (torch.cuda.CUDAGraph, "capture_begin", graph_captures.beginning),
+        (torch.cuda.CUDAGraph, "capture_end", graph_captures.ending),
+    ):
         hook = contextlib.ExitStack()
         hook.enter_context(replaced(owner, name, around(getattr(owner, name))))
         _undo.append(hook.close)

@@ -14,8 +14,13 @@ from course_lib.metering.collective_hooks import ARGUMENTS, INPUTS, OPERATORS
 from course_lib.parallel.clock import Clock, Stamp
 
 PAYLOAD = INPUTS | {
-    "_allgather_base_": "output_tensor", "allgather_": "output_tensors", "allgather_coalesced_": "output_lists",
-    "allgather_into_tensor_coalesced_": "outputs", "barrier": "", "monitored_barrier_": ""}
+    "_allgather_base_": "output_tensor",
+    "allgather_": "output_tensors",
+    "allgather_coalesced_": "output_lists",
+    "allgather_into_tensor_coalesced_": "outputs",
+    "barrier": "",
+    "monitored_barrier_": "",
+}
 """Which argument of an operator is its whole payload: what is reduced, scattered or broadcast, or the gathered result.
 For gather and scatter it is one rank's share of it."""
 
@@ -118,8 +123,13 @@ class CollectiveLog:
         ended: called with each transfer, once, when its end is known; on any thread.
     """
 
-    def __init__(self, clock: Clock, issued: Callable[[list[torch.Tensor]], None],
-                 waited: Callable[[Stamp, Stamp], None], ended: Callable[[Transfer], None] = lambda transfer: None):
+    def __init__(
+        self,
+        clock: Clock,
+        issued: Callable[[list[torch.Tensor]], None],
+        waited: Callable[[Stamp, Stamp], None],
+        ended: Callable[[Transfer], None] = lambda transfer: None,
+    ):
         self.clock, self._handed_over, self._stood_still, self._has_ended = clock, issued, waited, ended
         self.transfers: list[Transfer] = []
         self._pending: dict[int, tuple[list[Transfer], dist.Work, set[int]]] = {}  # and the storages of their tensors
@@ -174,8 +184,17 @@ class CollectiveLog:
             ranks = tuple(members[end] for end in ends)
         dtype = tensors[0].dtype if tensors else torch.uint8
         blocking = named.get("async_op", True) is False
-        return Transfer(name, size, dtype, ranks, sent, blocking, self.clock.stamp(_device(named)),
-                        axis=axis_of(group), group=group.group_name)
+        return Transfer(
+            name,
+            size,
+            dtype,
+            ranks,
+            sent,
+            blocking,
+            self.clock.stamp(_device(named)),
+            axis=axis_of(group),
+            group=group.group_name,
+        )
 
     def _follow(self, transfer: Transfer, named: dict[str, Any], work: dist.Work | None) -> None:
         """Learn when a collective has ended."""

@@ -36,8 +36,9 @@ Seen = Meter | Sequence[OnRank]
 """One rank's meter, or all ranks."""
 
 
-def on_ranks(count: int, function: Callable[..., Any], setup: Callable[[], Any] | None = None, *,
-             timeout: float = 60.0) -> list[OnRank]:
+def on_ranks(
+    count: int, function: Callable[..., Any], setup: Callable[[], Any] | None = None, *, timeout: float = 60.0
+) -> list[OnRank]:
     """Run a function on CPU ranks over gloo, whose default process group stands, and note its collectives.
 
     Args:
@@ -59,8 +60,16 @@ def _observe(function: Callable[..., Any], setup: Callable[[], Any] | None) -> O
     return OnRank(dist.get_rank(), value, meter.collectives)
 
 
-def assert_moved(seen: Seen, collective: str, *, calls: int | None = None, bytes: int | None = None,
-                 sent: int | None = None, axis: str | None = None, dtype: torch.dtype | None = None) -> None:
+def assert_moved(
+    seen: Seen,
+    collective: str,
+    *,
+    calls: int | None = None,
+    bytes: int | None = None,
+    sent: int | None = None,
+    axis: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Every rank issued a collective, as often and with as many bytes as said.
 
     Args:
@@ -74,20 +83,28 @@ def assert_moved(seen: Seen, collective: str, *, calls: int | None = None, bytes
         AssertionError: with what the first rank that differs did.
     """
     for who, collectives in _by_rank(seen):
-        counted = [call for call in collectives if call.name == collective and axis in (None, call.axis)
-                   and dtype in (None, call.dtype)]
-        has = {"calls": len(counted), "bytes": sum(call.bytes for call in counted),
-               "sent": sum(call.sent for call in counted)}
-        wanted = {key: number for key, number in (("calls", calls), ("bytes", bytes), ("sent", sent))
-                  if number is not None}
+        counted = [
+            call
+            for call in collectives
+            if call.name == collective and axis in (None, call.axis) and dtype in (None, call.dtype)
+        ]
+        has = {
+            "calls": len(counted),
+            "bytes": sum(call.bytes for call in counted),
+            "sent": sum(call.sent for call in counted),
+        }
+        wanted = {
+            key: number for key, number in (("calls", calls), ("bytes", bytes), ("sent", sent)) if number is not None
+        }
         differing = [f"{key} {has[key]:,}, not {number:,}" for key, number in wanted.items() if has[key] != number]
         if not wanted and not counted:
             differing = ["none"]
         if differing:
             over = f" over {axis}" if axis else ""
             kind = f" of {str(dtype).removeprefix('torch.')}" if dtype else ""
-            raise AssertionError(f"{who}{collective}{over}{kind}: {'; '.join(differing)}. "
-                                 f"It issued: {_told(collectives)}")
+            raise AssertionError(
+                f"{who}{collective}{over}{kind}: {'; '.join(differing)}. It issued: {_told(collectives)}"
+            )
 
 
 def assert_order(seen: Seen, *names: str, axis: str | None = None, exactly: bool = False) -> None:
@@ -105,8 +122,10 @@ def assert_order(seen: Seen, *names: str, axis: str | None = None, exactly: bool
         missing = next((name for name in names if name not in left), None)  # `in` reads on to where it is
         if missing is not None or (exactly and len(issued) != len(names)):
             why = f"no {missing} at its place" if missing is not None else f"{len(issued)} calls, not {len(names)}"
-            raise AssertionError(f"{who}{why} in the order {', '.join(names)}. It issued, in this order: "
-                                 f"{', '.join(issued) or 'nothing'}")
+            raise AssertionError(
+                f"{who}{why} in the order {', '.join(names)}. It issued, in this order: "
+                f"{', '.join(issued) or 'nothing'}"
+            )
 
 
 def _by_rank(seen: Seen) -> list[tuple[str, list[Collective]]]:
@@ -123,5 +142,11 @@ def _told(collectives: Sequence[Collective]) -> str:
         key = call.name, call.axis, call.dtype
         calls[key] += 1
         sizes[key] += call.bytes
-    return "; ".join(f"{count} x {name} over {axis or 'a group'} of {str(dtype).removeprefix('torch.')}, "
-                     f"{sizes[name, axis, dtype]:,} bytes" for (name, axis, dtype), count in calls.items()) or "nothing"
+    return (
+        "; ".join(
+            f"{count} x {name} over {axis or 'a group'} of {str(dtype).removeprefix('torch.')}, "
+            f"{sizes[name, axis, dtype]:,} bytes"
+            for (name, axis, dtype), count in calls.items()
+        )
+        or "nothing"
+    )

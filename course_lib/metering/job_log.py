@@ -42,12 +42,24 @@ class JobLog:
         self._held: dict[str, int] = {}
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._file: TextIO = open(folder / f"rank{self.rank}-{os.getpid()}.jsonl", "w", encoding="utf-8")  # noqa: SIM115
-        self._write(["begin", {"rank": self.rank, "world": dist.get_world_size(), "machine": machine(),
-                               "host": socket.gethostname(), "began": time.time(),
-                               "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))}])
+        self._write(
+            [
+                "begin",
+                {
+                    "rank": self.rank,
+                    "world": dist.get_world_size(),
+                    "machine": machine(),
+                    "host": socket.gethostname(),
+                    "began": time.time(),
+                    "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+                },
+            ]
+        )
         self._file.flush()
-        self._hooks = [register_optimizer_step_pre_hook(self._before_step),
-                       register_optimizer_step_post_hook(self._after_step)]
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
         collective_hooks.listen(self)
         self._thread = threading.Thread(target=self._keep_writing, name="course-meter", daemon=True)
         self._thread.start()
@@ -102,14 +114,22 @@ class JobLog:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._is_sampled():
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            self._held = {"parameters": _bytes(parameters),
-                          "gradients": _bytes([p.grad for p in parameters if p.grad is not None])}
+            self._held = {
+                "parameters": _bytes(parameters),
+                "gradients": _bytes([p.grad for p in parameters if p.grad is not None]),
+            }
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         held = self._held
         if self._is_sampled():
-            held["optimizer states"] = _bytes([value for state in optimizer.state.values() for value in state.values()
-                                               if isinstance(value, torch.Tensor)])
+            held["optimizer states"] = _bytes(
+                [
+                    value
+                    for state in optimizer.state.values()
+                    for value in state.values()
+                    if isinstance(value, torch.Tensor)
+                ]
+            )
         if self._is_open():
             with self._lock:
                 self._write(["step", self._steps + 1, time.perf_counter(), held])
@@ -142,8 +162,18 @@ class JobLog:
             self._groups[key] = len(self._groups)
             self._write(["group", self._groups[key], call.group, call.axis, call.ranks])
         end = call.end if call.end == call.end else None
-        self._write(["call", call.name, self._groups[key], call.bytes, str(call.dtype).removeprefix("torch."),
-                     call.start, end, call.sent])
+        self._write(
+            [
+                "call",
+                call.name,
+                self._groups[key],
+                call.bytes,
+                str(call.dtype).removeprefix("torch."),
+                call.start,
+                end,
+                call.sent,
+            ]
+        )
 
     def _write(self, line: list[Any]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
@@ -167,6 +197,9 @@ def begin(settings: dict[str, Any]) -> JobLog:
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
     """Of their storages on this rank, each counted once."""
-    storages = {part.untyped_storage()._cdata: part.untyped_storage().nbytes()
-                for tensor in tensors for part in local_tensors(tensor)}
+    storages = {
+        part.untyped_storage()._cdata: part.untyped_storage().nbytes()
+        for tensor in tensors
+        for part in local_tensors(tensor)
+    }
     return sum(storages.values())

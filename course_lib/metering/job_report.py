@@ -113,8 +113,9 @@ def _read(path: Path) -> RankLog:
             break
         if kind == "begin":
             known = values[0]
-            log = RankLog(known["rank"], known["world"], known["machine"], known["host"], known["attempt"],
-                          known["began"])
+            log = RankLog(
+                known["rank"], known["world"], known["machine"], known["host"], known["attempt"], known["began"]
+            )
         elif kind == "group":
             number, name, axis, ranks = values
             groups[number] = Group(name, axis or _form(ranks), tuple(ranks))
@@ -148,14 +149,19 @@ def clock_offset(reference: RankLog, other: RankLog) -> float:
     0 where they had none in common.
     """
     theirs = dict(_numbered(other))
-    apart = [call.end - theirs[key].end for key, call in _numbered(reference)
-             if call.name in TOGETHER and call.end is not None and key in theirs and theirs[key].end is not None]
+    apart = [
+        call.end - theirs[key].end
+        for key, call in _numbered(reference)
+        if call.name in TOGETHER and call.end is not None and key in theirs and theirs[key].end is not None
+    ]
     return statistics.median(apart) if apart else 0.0
 
 
 def _shift(log: RankLog, seconds: float) -> None:
-    log.calls = [Call(c.name, c.group, c.bytes, c.dtype, c.start + seconds,
-                      None if c.end is None else c.end + seconds, c.sent) for c in log.calls]
+    log.calls = [
+        Call(c.name, c.group, c.bytes, c.dtype, c.start + seconds, None if c.end is None else c.end + seconds, c.sent)
+        for c in log.calls
+    ]
     log.waits = [(begin + seconds, end + seconds) for begin, end in log.waits]
     log.step_ends = [end + seconds for end in log.step_ends]
 
@@ -185,8 +191,11 @@ def waits(logs: Sequence[RankLog]) -> list[Wait]:
     for met in meetings.values():
         if len(met) == len(met[0][1].group.ranks) and len({call.name for _, call in met}) <= 2:
             last, latest = max(met, key=lambda arrival: arrival[1].start)
-            early += [Wait(rank, last, latest.start - call.start, call) for rank, call in met
-                      if rank != last and call.name != "send"]
+            early += [
+                Wait(rank, last, latest.start - call.start, call)
+                for rank, call in met
+                if rank != last and call.name != "send"
+            ]
     return early
 
 
@@ -203,12 +212,19 @@ def table(logs: Sequence[RankLog]) -> list[dict[str, Any]]:
     by_kind = []
     for (axis, name, dtype), by_rank in rows.items():
         groups = sorted({call.group.ranks for calls in by_rank.values() for call in calls})
-        by_kind.append({
-            "axis": axis, "collective": name, "dtype": dtype, "groups": groups, "ranks": len(by_rank),
-            "calls": max(len(calls) for calls in by_rank.values()),
-            "bytes": max(sum(call.bytes for call in calls) for calls in by_rank.values()),
-            "sent": max(sum(call.sent for call in calls) for calls in by_rank.values()),
-            "seconds": statistics.mean(under_way(calls) for calls in by_rank.values())})
+        by_kind.append(
+            {
+                "axis": axis,
+                "collective": name,
+                "dtype": dtype,
+                "groups": groups,
+                "ranks": len(by_rank),
+                "calls": max(len(calls) for calls in by_rank.values()),
+                "bytes": max(sum(call.bytes for call in calls) for calls in by_rank.values()),
+                "sent": max(sum(call.sent for call in calls) for calls in by_rank.values()),
+                "seconds": statistics.mean(under_way(calls) for calls in by_rank.values()),
+            }
+        )
     return sorted(by_kind, key=lambda row: (-row["sent"], row["axis"], row["collective"]))
 
 

@@ -37,21 +37,45 @@ def trace(logs: Sequence[RankLog]) -> dict[str, Any]:
         for call, lane in laid_out(log.calls, lambda call: call.group.axis):
             thread = lanes.setdefault((call.group.axis, lane), len(lanes) + 1)
             end = call.start if call.end is None else call.end
-            events.append({"ph": "X", "name": call.name, "cat": call.group.axis, "pid": log.rank, "tid": thread,
-                           "ts": micros(call.start - begun), "dur": micros(end - call.start),
-                           "args": {"bytes": call.bytes, "sent": call.sent, "dtype": call.dtype,
-                                    "ranks": list(call.group.ranks), "ended": call.end is not None}})
+            events.append(
+                {
+                    "ph": "X",
+                    "name": call.name,
+                    "cat": call.group.axis,
+                    "pid": log.rank,
+                    "tid": thread,
+                    "ts": micros(call.start - begun),
+                    "dur": micros(end - call.start),
+                    "args": {
+                        "bytes": call.bytes,
+                        "sent": call.sent,
+                        "dtype": call.dtype,
+                        "ranks": list(call.group.ranks),
+                        "ended": call.end is not None,
+                    },
+                }
+            )
         for (axis, lane), thread in lanes.items():
             events.append(named("thread_name", log.rank, thread, axis + f" ({lane + 1})" * (lane > 0)))
         waiting = len(lanes) + 1
         for begin, end in log.waits:
-            events.append({"ph": "X", "name": "waits", "cat": "waits", "pid": log.rank, "tid": waiting,
-                           "ts": micros(begin - begun), "dur": micros(end - begin)})
+            events.append(
+                {
+                    "ph": "X",
+                    "name": "waits",
+                    "cat": "waits",
+                    "pid": log.rank,
+                    "tid": waiting,
+                    "ts": micros(begin - begun),
+                    "dur": micros(end - begin),
+                }
+            )
         if log.waits:
             events.append(named("thread_name", log.rank, waiting, "Python waits"))
         for number, end in enumerate(log.step_ends, start=1):
-            events.append({"ph": "i", "s": "p", "name": f"step {number}", "pid": log.rank, "tid": 0,
-                           "ts": micros(end - begun)})
+            events.append(
+                {"ph": "i", "s": "p", "name": f"step {number}", "pid": log.rank, "tid": 0, "ts": micros(end - begun)}
+            )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

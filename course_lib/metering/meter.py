@@ -172,8 +172,7 @@ class Meter:
             handles.append(self._residency.optimizer.register_step_post_hook(lambda *_: self._finish("step")))
         for handle in handles:
             stack.callback(handle.remove)
-        stack.enter_context(
-            torch.autograd.graph.saved_tensors_hooks(self._residency.hold_saved, lambda tensor: tensor))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._residency.hold_saved, lambda tensor: tensor))
 
     def _begin(self) -> None:
         self._residency.sample()
@@ -215,10 +214,15 @@ class Meter:
     def _timeline(self) -> list[TimelineSpan]:
         seconds = self.clock.seconds
         waits = united([(seconds(begin), seconds(end)) for begin, end in self._waits])
-        spans = [TimelineSpan("compute", name, *rest) for name, begin, end in self._compute
-                 for rest in _without((seconds(begin), seconds(end)), waits)]
-        spans += [TimelineSpan("communication", call.name, call.start, self.end if math.isnan(call.end) else call.end)
-                  for call in self.collectives]
+        spans = [
+            TimelineSpan("compute", name, *rest)
+            for name, begin, end in self._compute
+            for rest in _without((seconds(begin), seconds(end)), waits)
+        ]
+        spans += [
+            TimelineSpan("communication", call.name, call.start, self.end if math.isnan(call.end) else call.end)
+            for call in self.collectives
+        ]
         return sorted(spans, key=lambda span: span.start)
 
     def _spans(self, kind: str) -> list[Interval]:

@@ -23,18 +23,73 @@ KINDS = ("matmul", "attention", "convolution", "pointwise", "reduction", "move",
 at its place. Reduction: all else that computes, norms and softmax too. Move: copies, casts, look-ups, fills. View:
 nothing is read or written; allocations are among them. Collective: of a process group."""
 
-MOVES = frozenset((
-    "_to_copy", "copy_", "clone", "cat", "stack", "embedding", "index", "index_select", "gather", "fill_",
-    "fill", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
-    "new_full", "arange", "scalar_tensor", "slice_backward", "select_backward", "repeat", "roll", "flip",
-    "constant_pad_nd", "index_copy_", "scatter", "slice_scatter", "select_scatter", "split_with_sizes_copy",
-    "unfold_backward", "lift_fresh_copy", "view_copy", "_local_scalar_dense", "_foreach_copy_", "_foreach_zero_"))
-OVERWRITES = frozenset((
-    "copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "_foreach_copy_",
-    "_foreach_zero_"))
+MOVES = frozenset(
+    (
+        "_to_copy",
+        "copy_",
+        "clone",
+        "cat",
+        "stack",
+        "embedding",
+        "index",
+        "index_select",
+        "gather",
+        "fill_",
+        "fill",
+        "zero_",
+        "zeros",
+        "ones",
+        "full",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "arange",
+        "scalar_tensor",
+        "slice_backward",
+        "select_backward",
+        "repeat",
+        "roll",
+        "flip",
+        "constant_pad_nd",
+        "index_copy_",
+        "scatter",
+        "slice_scatter",
+        "select_scatter",
+        "split_with_sizes_copy",
+        "unfold_backward",
+        "lift_fresh_copy",
+        "view_copy",
+        "_local_scalar_dense",
+        "_foreach_copy_",
+        "_foreach_zero_",
+    )
+)
+OVERWRITES = frozenset(
+    (
+        "copy_",
+        "fill_",
+        "zero_",
+        "normal_",
+        "uniform_",
+        "bernoulli_",
+        "random_",
+        "exponential_",
+        "_foreach_copy_",
+        "_foreach_zero_",
+    )
+)
 """In-place operators that do not read what they write over."""
-LOOK_UPS = {"embedding": "weight", "index": "self", "index_select": "self", "gather": "self",
-            "nll_loss_forward": "self", "nll_loss_backward": "self"}
+LOOK_UPS = {
+    "embedding": "weight",
+    "index": "self",
+    "index_select": "self",
+    "gather": "self",
+    "nll_loss_forward": "self",
+    "nll_loss_backward": "self",
+}
 """Operator: its argument of which only the elements are read that the indices choose."""
 FUSED_OPTIMIZERS = {"_fused_adamw_": 8, "_fused_adam_": 8, "_fused_sgd_": 3}
 """FLOPs per parameter, as the unfused operators count: decay, momentum (as many as ``foreach`` needs), update."""
@@ -91,13 +146,14 @@ def _attention(args: Sequence[Any], backward: bool) -> int:
     Args:
         args: queries [B, H, S, D], keys [B, K, T, D], values [B, K, T, E], after the output's gradient in a backward.
     """
-    queries, _, values = (tensor.shape for tensor in args[backward:3 + backward])
+    queries, _, values = (tensor.shape for tensor in args[backward : 3 + backward])
     scores = math.prod(queries[:3]) * values[2]
     return 2 * scores * (3 * queries[3] + 2 * values[3] if backward else queries[3] + values[3])
 
 
-def _collective(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any
-                ) -> tuple[str, str, int, int, str]:
+def _collective(
+    func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+) -> tuple[str, str, int, int, str]:
     """The same of a collective: through a process group, or functional, as DTensor calls it."""
     if func.namespace == "_c10d_functional":
         standard = FUNCTIONAL.get(name.removesuffix("_"), name)
@@ -131,8 +187,9 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> int:
     for tensor in tensors:
         storage = tensor.untyped_storage()
         # an expanded dimension shows the same elements again, a transposed tensor all of them in another order
-        extent = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-                        if stride and size != 1)
+        extent = sorted(
+            (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if stride and size != 1
+        )
         place = (tensor.storage_offset(), *extent)
         shown = math.prod(size for _, size in extent) * tensor.element_size() if tensor.numel() else 0
         storages.setdefault(storage._cdata, {})[place] = shown

@@ -76,8 +76,15 @@ def merged(operators: Sequence[Operator], *by: str) -> list[Operator]:
     rows = []
     for members in groups.values():
         same = {text: values.pop() if len(values := {getattr(o, text) for o in members}) == 1 else "" for text in texts}
-        rows.append(Operator(**same, calls=sum(o.calls for o in members), flops=sum(o.flops for o in members),
-                             bytes=sum(o.bytes for o in members), seconds=sum(o.seconds for o in members)))
+        rows.append(
+            Operator(
+                **same,
+                calls=sum(o.calls for o in members),
+                flops=sum(o.flops for o in members),
+                bytes=sum(o.bytes for o in members),
+                seconds=sum(o.seconds for o in members),
+            )
+        )
     return rows
 
 
@@ -119,9 +126,12 @@ class OperatorCounter:
     @property
     def operators(self) -> list[Operator]:
         """The rows so far, in the order of their first calls."""
-        return [Operator(name, module, phase, kind, dtype, int(calls), int(flops), int(size),
-                         seconds if self.timed else math.nan)
-                for (name, module, phase, kind, dtype), (calls, flops, size, seconds) in self._rows.items()]
+        return [
+            Operator(
+                name, module, phase, kind, dtype, int(calls), int(flops), int(size), seconds if self.timed else math.nan
+            )
+            for (name, module, phase, kind, dtype), (calls, flops, size, seconds) in self._rows.items()
+        ]
 
     def __enter__(self) -> "OperatorCounter":
         with contextlib.ExitStack() as stack:

@@ -94,8 +94,9 @@ class RankRecorder:
         self._texts: dict[int, str] = {}
         self._frames: list[FrameType] = []
         self._held, self._last_held = held, -1
-        self._log = CollectiveLog(Clock(torch.device("cpu")), lambda tensors: None, lambda begin, end: None,
-                                  self._ended)
+        self._log = CollectiveLog(
+            Clock(torch.device("cpu")), lambda tensors: None, lambda begin, end: None, self._ended
+        )
         self._numbers: dict[int, int] = {}
 
     def begin(self, stamps: Sequence[tuple[float, float]]) -> None:
@@ -166,8 +167,19 @@ class RankRecorder:
         note = self._log.issuing(operator, args)
         transfer, number = note[0], len(self._numbers)
         self._numbers[id(transfer)] = number
-        self._write(["call", micros(), number, transfer.name, transfer.bytes,
-                     str(transfer.dtype).removeprefix("torch."), transfer.ranks, transfer.group, transfer.sent])
+        self._write(
+            [
+                "call",
+                micros(),
+                number,
+                transfer.name,
+                transfer.bytes,
+                str(transfer.dtype).removeprefix("torch."),
+                transfer.ranks,
+                transfer.group,
+                transfer.sent,
+            ]
+        )
         return note
 
     def issued(self, note: Any, work: dist.Work | None) -> None:

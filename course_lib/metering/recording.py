@@ -40,8 +40,14 @@ LIMIT_BYTES = 300_000
 SYNC_ROUNDS = 20
 
 
-def record(prepare: Callable[[], Callable[[], Any]], functions: Sequence[Callable[..., Any]], *,
-           variables: Sequence[str] = (), num_processes: int = 2, timeout: float = 30.0) -> Recording:
+def record(
+    prepare: Callable[[], Callable[[], Any]],
+    functions: Sequence[Callable[..., Any]],
+    *,
+    variables: Sequence[str] = (),
+    num_processes: int = 2,
+    timeout: float = 30.0,
+) -> Recording:
     """Run something on N ranks of this machine, over gloo, and record what they do.
 
     A rank that raises, dies or hangs is no error here: the recording has it.
@@ -60,8 +66,17 @@ def record(prepare: Callable[[], Callable[[], Any]], functions: Sequence[Callabl
     with tempfile.TemporaryDirectory(prefix="course-recording-") as name:
         folder = Path(name)
         try:
-            launch(_on_rank, folder, prepare, tuple(functions), tuple(variables), num_processes=num_processes,
-                   timeout=timeout, device="cpu", stream=False)
+            launch(
+                _on_rank,
+                folder,
+                prepare,
+                tuple(functions),
+                tuple(variables),
+                num_processes=num_processes,
+                timeout=timeout,
+                device="cpu",
+                stream=False,
+            )
         except (RankError, RanksHung) as problem:
             error = problem
         until = round(time.perf_counter() * 1e6)
@@ -70,10 +85,14 @@ def record(prepare: Callable[[], Callable[[], Any]], functions: Sequence[Callabl
         raise error
     offsets = rank_clocks.offsets([rank[0][2] for rank in events])
     # from the first line on: before it the hooks are put in place
-    begun = min(next((event[1] for event in rank if event[0] == "line"), rank[0][1]) - round(offset.seconds * 1e6)
-                for rank, offset in zip(events, offsets, strict=True))
-    ranks = [_rank(rank[1:], begun + round(offset.seconds * 1e6), until - begun)
-             for rank, offset in zip(events, offsets, strict=True)]
+    begun = min(
+        next((event[1] for event in rank if event[0] == "line"), rank[0][1]) - round(offset.seconds * 1e6)
+        for rank, offset in zip(events, offsets, strict=True)
+    )
+    ranks = [
+        _rank(rank[1:], begun + round(offset.seconds * 1e6), until - begun)
+        for rank, offset in zip(events, offsets, strict=True)
+    ]
     for rank, lane in enumerate(ranks):
         if lane["end"]["how"] == "never returned" and isinstance(error, RankError) and rank == error.rank:
             last = max(event[1] for event in events[rank]) - begun - round(offsets[rank].seconds * 1e6)
@@ -81,8 +100,13 @@ def record(prepare: Callable[[], Callable[[], Any]], functions: Sequence[Callabl
     groups = [lane.pop("groups") for lane in ranks]
     links = _links(ranks, groups)
     _say_who_waits(ranks, groups)
-    return {"code": [section(function) for function in functions], "variables": list(variables),
-            "until": max(lane["end"]["at"] for lane in ranks), "ranks": ranks, "links": links}
+    return {
+        "code": [section(function) for function in functions],
+        "variables": list(variables),
+        "until": max(lane["end"]["at"] for lane in ranks),
+        "ranks": ranks,
+        "links": links,
+    }
 
 
 def section(function: Callable[..., Any]) -> dict[str, Any]:
@@ -91,8 +115,12 @@ def section(function: Callable[..., Any]) -> dict[str, Any]:
     file = inspect.getsourcefile(function) or ""
     root = Path(__file__).parents[2]
     shown = Path(file).relative_to(root).as_posix() if Path(file).is_relative_to(root) else Path(file).name
-    return {"name": function.__qualname__, "file": shown, "first": first,
-            "lines": [line.rstrip("\n") for line in lines]}
+    return {
+        "name": function.__qualname__,
+        "file": shown,
+        "first": first,
+        "lines": [line.rstrip("\n") for line in lines],
+    }
 
 
 def write(recording: Recording, path: Path) -> int:
@@ -113,13 +141,19 @@ def write(recording: Recording, path: Path) -> int:
 
 def _lines(values: dict[str, Any]) -> str:
     """An object with a line for each of its values."""
-    written = (f"{json.dumps(key)}:{json.dumps(value, ensure_ascii=False, separators=(',', ':'))}"
-               for key, value in values.items())
+    written = (
+        f"{json.dumps(key)}:{json.dumps(value, ensure_ascii=False, separators=(',', ':'))}"
+        for key, value in values.items()
+    )
     return "{" + ",\n".join(written) + "}"
 
 
-def _on_rank(folder: Path, prepare: Callable[[], Callable[[], Any]], functions: Sequence[Callable[..., Any]],
-             variables: Sequence[str]) -> None:
+def _on_rank(
+    folder: Path,
+    prepare: Callable[[], Callable[[], Any]],
+    functions: Sequence[Callable[..., Any]],
+    variables: Sequence[str],
+) -> None:
     dist.init_process_group("gloo")
     one = torch.ones(1)
     with HeldBytes() as held:
@@ -140,8 +174,15 @@ def _read(path: Path) -> list[list[Any]]:
 
 def _rank(events: Sequence[Sequence[Any]], zero: int, until: int) -> dict[str, Any]:
     """One rank's part of the recording, with the group of each call beside it."""
-    lane: dict[str, Any] = {"lines": [], "values": [], "calls": [], "waits": [], "held": [], "groups": [],
-                            "end": {"how": "never returned", "at": until, "said": "", "waits_for": []}}
+    lane: dict[str, Any] = {
+        "lines": [],
+        "values": [],
+        "calls": [],
+        "waits": [],
+        "held": [],
+        "groups": [],
+        "end": {"how": "never returned", "at": until, "said": "", "waits_for": []},
+    }
     for kind, at, *rest in events:
         at = max(0, at - zero)
         if kind in ("line", "value", "held"):
@@ -188,8 +229,12 @@ def _links(ranks: Sequence[dict[str, Any]], groups: Sequence[Sequence[str]]) -> 
             calls = [ranks[rank]["calls"][place] for rank, place in of]
             names = {"send" if call[2] == "recv" else call[2] for call in calls}
             sizes = {(call[3], call[4]) for call in calls} if "all_to_all" not in names else set()
-            links.append({"of": sorted(of, key=lambda end: end[0] != ends[0]) if ends else of,
-                          "fits": len(names) == 1 and len(sizes) < 2})
+            links.append(
+                {
+                    "of": sorted(of, key=lambda end: end[0] != ends[0]) if ends else of,
+                    "fits": len(names) == 1 and len(sizes) < 2,
+                }
+            )
     return links
 
 
@@ -202,6 +247,9 @@ def _say_who_waits(ranks: Sequence[dict[str, Any]], groups: Sequence[Sequence[st
             call, key = lane["calls"][unfinished[0]], keys[rank][unfinished[0]]
             others = [other for other in call[5] if other != rank]
             missing = [other for other in others if key not in keys[other]]
-            differing = [other for other in others if key in keys[other]
-                         and not key[1] and ranks[other]["calls"][keys[other].index(key)][2] != call[2]]
+            differing = [
+                other
+                for other in others
+                if key in keys[other] and not key[1] and ranks[other]["calls"][keys[other].index(key)][2] != call[2]
+            ]
             lane["end"] |= {"waits_for": missing or differing, "in": call[2]}

@@ -44,23 +44,32 @@ def trace(recording: Mapping[str, Any]) -> dict[str, Any]:
     for rank, lane in enumerate(recording["ranks"]):
         end = lane["end"]
         said = "" if end["how"] == "returned" else f": {end['how']}"
-        events += [named("process_name", rank, 0, f"rank {rank}{said}"),
-                   {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
-                   named("thread_name", rank, LINES, "lines")]
+        events += [
+            named("process_name", rank, 0, f"rank {rank}{said}"),
+            {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
+            named("thread_name", rank, LINES, "lines"),
+        ]
         events += [_slice(rank, LINES, name, start, until, "line") for name, start, until in _lines(recording, rank)]
         laid = laid_out(_calls(recording, rank), lambda call: "calls")
-        events += [named("thread_name", rank, CALLS + thread, "calls" + f" ({thread + 1})" * (thread > 0))
-                   for thread in sorted({thread for _, thread in laid})]
+        events += [
+            named("thread_name", rank, CALLS + thread, "calls" + f" ({thread + 1})" * (thread > 0))
+            for thread in sorted({thread for _, thread in laid})
+        ]
         for call, thread in laid:
             if call.came > call.start:
-                events.append(_slice(rank, CALLS + thread, f"{call.name} waits", call.start, call.came, "wait")
-                              | {"args": call.facts})
+                events.append(
+                    _slice(rank, CALLS + thread, f"{call.name} waits", call.start, call.came, "wait")
+                    | {"args": call.facts}
+                )
             if call.end > call.came:
                 slices[rank, call.place] = _slice(rank, CALLS + thread, call.name, call.came, call.end, "call") | {
-                    "args": call.facts}
+                    "args": call.facts
+                }
                 events.append(slices[rank, call.place])
-        events += [{"ph": "C", "name": "held by tensors", "pid": rank, "ts": at, "args": {"bytes": held}}
-                   for at, held in lane["held"]]
+        events += [
+            {"ph": "C", "name": "held by tensors", "pid": rank, "ts": at, "args": {"bytes": held}}
+            for at, held in lane["held"]
+        ]
     arrows = [arrow for link in recording["links"] for arrow in _arrows(recording, link)]
     for number, (begin, end) in enumerate(arrows, start=1):
         events += _flow(slices[begin], slices[end], number)
@@ -87,8 +96,16 @@ def _calls(recording: Mapping[str, Any], rank: int) -> list[Call]:
         there = came.get((rank, place))
         # One that has ended by itself, as a broadcast at its root, was under way for a microsecond at least.
         last = end if there is None else max(start, min(there, end - 1))
-        calls.append(Call(place, name, start, last, end, {"bytes": size, "dtype": dtype, "ranks": ranks, "sent": sent,
-                                                          "ended": ended is not None}))
+        calls.append(
+            Call(
+                place,
+                name,
+                start,
+                last,
+                end,
+                {"bytes": size, "dtype": dtype, "ranks": ranks, "sent": sent, "ended": ended is not None},
+            )
+        )
     return calls
 
 
@@ -127,8 +144,10 @@ def _flow(begin: Slice, end: Slice, number: int) -> list[dict[str, Any]]:
     leaves = _within(begin, begin["ts"])
     arrives = _within(end, max(leaves + 0.25, end["ts"]))  # never at the same time: which comes first would be open
     common = {"name": begin["name"], "cat": "flow", "id": number}
-    return [common | {"ph": "s", "pid": begin["pid"], "tid": begin["tid"], "ts": leaves},
-            common | {"ph": "f", "bp": "e", "pid": end["pid"], "tid": end["tid"], "ts": arrives}]
+    return [
+        common | {"ph": "s", "pid": begin["pid"], "tid": begin["tid"], "ts": leaves},
+        common | {"ph": "f", "bp": "e", "pid": end["pid"], "tid": end["tid"], "ts": arrives},
+    ]
 
 
 def _within(event: Slice, time: float) -> float:

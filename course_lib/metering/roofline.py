@@ -19,8 +19,17 @@ from course_lib.errors import CourseError
 from course_lib.metering.collective_log import ring_bytes
 from course_lib.metering.operators import Operator, OperatorCounter, merged
 
-__all__ = ["Bound", "Operator", "OperatorCounter", "Peaks", "bound", "floor_seconds", "measure_link",
-           "measure_peaks", "merged"]
+__all__ = [
+    "Bound",
+    "Operator",
+    "OperatorCounter",
+    "Peaks",
+    "bound",
+    "floor_seconds",
+    "measure_link",
+    "measure_peaks",
+    "merged",
+]
 
 SIZES = {"cpu": (512, 1024, 2048), "cuda": (2048, 4096, 8192)}
 """Rows and columns of the matrix products that are tried."""
@@ -75,12 +84,18 @@ def bound(operator: Operator, peaks: Peaks) -> Bound:
     launching = Bound("launch", operator.calls * peaks.launch)
     if operator.kind == "collective":
         if operator.bytes and peaks.link is None:
-            raise CourseError(f"no link was measured for {operator.name}",
-                              "put measure_link()'s result into the peaks: dataclasses.replace(peaks, link=...)")
+            raise CourseError(
+                f"no link was measured for {operator.name}",
+                "put measure_link()'s result into the peaks: dataclasses.replace(peaks, link=...)",
+            )
         return max(Bound("link", operator.bytes / (peaks.link or 1)), launching, key=lambda roof: roof.seconds)
     rate = peaks.flops.get(operator.dtype, max(peaks.flops.values()))
-    return max(Bound("compute", operator.flops / rate), Bound("memory", operator.bytes / peaks.memory), launching,
-               key=lambda roof: roof.seconds)
+    return max(
+        Bound("compute", operator.flops / rate),
+        Bound("memory", operator.bytes / peaks.memory),
+        launching,
+        key=lambda roof: roof.seconds,
+    )
 
 
 def floor_seconds(operators: Sequence[Operator], peaks: Peaks) -> float:
@@ -88,8 +103,9 @@ def floor_seconds(operators: Sequence[Operator], peaks: Peaks) -> float:
     return sum(bound(operator, peaks).seconds for operator in operators)
 
 
-def measure_peaks(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, *,
-                  seconds: float = 2.5) -> Peaks:
+def measure_peaks(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, *, seconds: float = 2.5
+) -> Peaks:
     """Measure this machine's roofs, in about ``seconds``.
 
     The rule is the fastest of all tries: a roof is what can be reached, and what else the machine does only lowers a
@@ -125,12 +141,22 @@ def measure_peaks(device: torch.device | str = "cpu", dtype: torch.dtype = torch
             one.add_(one)
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return Peaks({str(dtype).removeprefix("torch."): rate}, memory,
-                 _fastest(small, wait, seconds / 20) / 1000, name, torch.get_num_threads())
+    return Peaks(
+        {str(dtype).removeprefix("torch."): rate},
+        memory,
+        _fastest(small, wait, seconds / 20) / 1000,
+        name,
+        torch.get_num_threads(),
+    )
 
 
-def measure_link(device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None, *,
-                 size: int = LINK_ARRAY, tries: int = TRIES) -> float | None:
+def measure_link(
+    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup | None = None,
+    *,
+    size: int = LINK_ARRAY,
+    tries: int = TRIES,
+) -> float | None:
     """Bytes/s that a rank sends in a large all_reduce, by the ring model; a collective call, the same on all ranks.
 
     The fastest of some tries, of the rank where that is slowest.

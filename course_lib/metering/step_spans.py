@@ -116,8 +116,9 @@ def parts(events: RankEvents, operators: AbstractSet[str]) -> Parts:
     for label, idle in ((EXPOSED, common(gaps, under_way)), (HOST, without(gaps, under_way))):
         for phase, start, stop in phases:
             seconds[phase, label] += length(common(idle, [(start, stop)]))
-    return Parts({key: value for key, value in seconds.items() if value}, length(common(busy, under_way)),
-                 length(under_way))
+    return Parts(
+        {key: value for key, value in seconds.items() if value}, length(common(busy, under_way)), length(under_way)
+    )
 
 
 def lane_of(events: RankEvents, operators: AbstractSet[str]) -> tuple[list[OperatorSpan], list[Interval]]:
@@ -126,8 +127,10 @@ def lane_of(events: RankEvents, operators: AbstractSet[str]) -> tuple[list[Opera
     owned: dict[int, OperatorSpan] = {}  # by the number of any event inside
     roots: list[OperatorSpan] = []
     for thread in {event.thread for event in events.host_events}:
-        own = sorted((event for event in events.host_events if event.thread == thread),
-                     key=lambda event: (event.start, -event.end))
+        own = sorted(
+            (event for event in events.host_events if event.thread == thread),
+            key=lambda event: (event.start, -event.end),
+        )
         parents = _parents(own)
         known = [event.name.removeprefix("aten::") in operators for event in own]
         inside = list(known)  # or a descendant is known

@@ -13,9 +13,16 @@ from course_lib.metering.operators import Operator
 from course_lib.metering.roofline import Peaks, bound
 from course_lib.metering.step_spans import BETWEEN, EXPOSED, HOST, Parts
 
-GROUPS = {"matmul": "matrix products", "convolution": "matrix products", "attention": "attention",
-          "pointwise": "pointwise and norms", "reduction": "pointwise and norms", "move": "copies and views",
-          "view": "copies and views", "collective": EXPOSED}
+GROUPS = {
+    "matmul": "matrix products",
+    "convolution": "matrix products",
+    "attention": "attention",
+    "pointwise": "pointwise and norms",
+    "reduction": "pointwise and norms",
+    "move": "copies and views",
+    "view": "copies and views",
+    "collective": EXPOSED,
+}
 ENDS = ("embedding", "nll_loss", "_log_softmax", "log_softmax")
 """Operators of the model's two ends, whatever their kind."""
 SCALED = ("forward", "backward", "pipeline")
@@ -59,8 +66,11 @@ def at_tokens(counted: Sequence[tuple[float, Sequence[Operator]]], tokens: float
         other = before.get((o.phase, o.module, o.name, o.kind, o.dtype))
         if o.phase in SCALED and o.kind != "collective" and other is not None and few != many:
             slope = (tokens - many) / (many - few)
-            o = replace(o, flops=max(0, round(o.flops + slope * (o.flops - other.flops))),
-                        bytes=max(0, round(o.bytes + slope * (o.bytes - other.bytes))))
+            o = replace(
+                o,
+                flops=max(0, round(o.flops + slope * (o.flops - other.flops))),
+                bytes=max(0, round(o.bytes + slope * (o.bytes - other.bytes))),
+            )
         rows.append(o)
     return rows
 
@@ -90,9 +100,18 @@ def rows_of(rank: Parts, steps: int, operators: Sequence[Operator], peaks: Peaks
         for operator in members:
             by, least = bound(operator, peaks)
             roofs[by] += least
-        rows.append(Row(*key, seconds[key], seconds[key] / whole, sum(o.calls for o in members),
-                        sum(o.flops for o in members), sum(o.bytes for o in members),
-                        max(roofs, key=roofs.__getitem__, default=""), sum(roofs.values())))
+        rows.append(
+            Row(
+                *key,
+                seconds[key],
+                seconds[key] / whole,
+                sum(o.calls for o in members),
+                sum(o.flops for o in members),
+                sum(o.bytes for o in members),
+                max(roofs, key=roofs.__getitem__, default=""),
+                sum(roofs.values()),
+            )
+        )
     return rows
 
 
@@ -159,14 +178,27 @@ class StepTable:
         by_rank = [{(row.phase, row.group): row for row in rank.rows} for rank in self.ranks]
         several, ranks = len(self.ranks) > 1, len(self.ranks)
         step = sum(rank.seconds for rank in self.ranks) / ranks
-        heads = ["phase", "operators", "ms", "share", *["most, on rank"] * several, "calls", "GFLOP", "MB", "bound by",
-                 "roof, ms", "of roof"]
+        heads = [
+            "phase",
+            "operators",
+            "ms",
+            "share",
+            *["most, on rank"] * several,
+            "calls",
+            "GFLOP",
+            "MB",
+            "bound by",
+            "roof, ms",
+            "of roof",
+        ]
         lines, small = [heads], 0.0
         whole = {key: sum(rows[key].seconds for rows in by_rank if key in rows) for key in keys}
         for key in sorted(keys, key=lambda key: (order.index(key[0]), -whole[key])):
             own = [rows[key] for rows in by_rank if key in rows]
-            mean = {name: sum(getattr(row, name) for row in own) / ranks
-                    for name in ("seconds", "calls", "flops", "bytes", "floor")}
+            mean = {
+                name: sum(getattr(row, name) for row in own) / ranks
+                for name in ("seconds", "calls", "flops", "bytes", "floor")
+            }
             most = max(range(ranks), key=lambda rank: by_rank[rank][key].seconds if key in by_rank[rank] else 0.0)
             taken = mean["seconds"]
             if taken < SMALL * step and mean["floor"] < SMALL * step:
@@ -181,14 +213,29 @@ class StepTable:
         return "\n".join([*_aligned(lines), "", *self._notes(step)])
 
     @staticmethod
-    def _line(key: tuple[str, str], mean: Mapping[str, float], step: float, by: str, several: bool, most: int,
-              longest: float, of_roof: float | None) -> list[str]:
+    def _line(
+        key: tuple[str, str],
+        mean: Mapping[str, float],
+        step: float,
+        by: str,
+        several: bool,
+        most: int,
+        longest: float,
+        of_roof: float | None,
+    ) -> list[str]:
         counted = mean["calls"] > 0
-        return [*key, f"{mean['seconds'] * 1e3:.2f}", f"{mean['seconds'] / step:.1%}",
-                *[f"{longest * 1e3:.2f}, {most}"] * several,
-                f"{mean['calls']:.0f}" if counted else "", f"{mean['flops'] / 1e9:.3f}" if mean["flops"] else "",
-                f"{mean['bytes'] / 1e6:.2f}" if mean["bytes"] else "", by if counted else "",
-                f"{mean['floor'] * 1e3:.2f}" if counted else "", "" if of_roof is None else f"{of_roof:.0%}"]
+        return [
+            *key,
+            f"{mean['seconds'] * 1e3:.2f}",
+            f"{mean['seconds'] / step:.1%}",
+            *[f"{longest * 1e3:.2f}, {most}"] * several,
+            f"{mean['calls']:.0f}" if counted else "",
+            f"{mean['flops'] / 1e9:.3f}" if mean["flops"] else "",
+            f"{mean['bytes'] / 1e6:.2f}" if mean["bytes"] else "",
+            by if counted else "",
+            f"{mean['floor'] * 1e3:.2f}" if counted else "",
+            "" if of_roof is None else f"{of_roof:.0%}",
+        ]
 
     def _notes(self, step: float) -> list[str]:
         ranks, first = len(self.ranks), self.ranks[0].peaks
@@ -197,29 +244,42 @@ class StepTable:
         dtypes = ", ".join(f"{rate / 1e9:.0f} GFLOP/s {dtype}" for dtype, rate in first.flops.items())
         link = f", link {first.link / 1e9:.2f} GB/s" if first.link else ""
         first_tokens, second_tokens, recorded = self.tokens
-        notes = [f"Mean of {len(self.steps)} steps ({self.steps[0]} to {self.steps[-1]}) on {ranks} "
-                 f"rank{'s' * (ranks > 1)}. Roofs as measured on rank 0, {first.threads} "
-                 f"thread{'s' * (first.threads > 1)} of {first.device}: "
-                 f"{dtypes}, memory {first.memory / 1e9:.1f} GB/s, ridge {first.ridge:.1f} FLOP/byte, launch "
-                 f"{first.launch * 1e6:.1f} us an operator{link}. What fits into a cache may pass the memory's roof."]
+        notes = [
+            f"Mean of {len(self.steps)} steps ({self.steps[0]} to {self.steps[-1]}) on {ranks} "
+            f"rank{'s' * (ranks > 1)}. Roofs as measured on rank 0, {first.threads} "
+            f"thread{'s' * (first.threads > 1)} of {first.device}: "
+            f"{dtypes}, memory {first.memory / 1e9:.1f} GB/s, ridge {first.ridge:.1f} FLOP/byte, launch "
+            f"{first.launch * 1e6:.1f} us an operator{link}. What fits into a cache may pass the memory's roof."
+        ]
         if under_way:
             error = max(rank.offset_error for rank in self.ranks)
-            notes.append(f"Collectives were under way for {under_way * 1e3:.2f} ms of a step, {hidden * 1e3:.2f} ms of "
-                         f"them hidden behind operators. The ranks' clocks agree to {error * 1e6:.0f} us at worst.")
+            notes.append(
+                f"Collectives were under way for {under_way * 1e3:.2f} ms of a step, {hidden * 1e3:.2f} ms of "
+                f"them hidden behind operators. The ranks' clocks agree to {error * 1e6:.0f} us at worst."
+            )
         if recorded not in (first_tokens, second_tokens):
-            notes.append(f"FLOPs and bytes are those of the {recorded:,.0f} tokens of rank 0 in a recorded step, by "
-                         f"two counted steps before, of {first_tokens:,.0f} and {second_tokens:,.0f}.")
+            notes.append(
+                f"FLOPs and bytes are those of the {recorded:,.0f} tokens of rank 0 in a recorded step, by "
+                f"two counted steps before, of {first_tokens:,.0f} and {second_tokens:,.0f}."
+            )
         if self.mfu is not None:
             source = "datasheet's" if self.peak else "measured"
-            notes.append(f"MFU {self.mfu:.1%}: the model's FLOPs of a step, forward and backward without padding and "
-                         f"recomputation, by its seconds and the ranks' {source} peak.")
+            notes.append(
+                f"MFU {self.mfu:.1%}: the model's FLOPs of a step, forward and backward without padding and "
+                f"recomputation, by its seconds and the ranks' {source} peak."
+            )
         return notes
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     """A Markdown table whose source reads as a table too."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    text = [[cell.ljust(width) if column < 2 else cell.rjust(width)
-             for column, (cell, width) in enumerate(zip(line, widths, strict=True))] for line in lines]
+    text = [
+        [
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in lines
+    ]
     ruler = ["-" * width if column < 2 else "-" * (width - 1) + ":" for column, width in enumerate(widths)]
     return ["| " + " | ".join(cells) + " |" for cells in (text[0], ruler, *text[1:])]

@@ -30,8 +30,10 @@ def trace(ranks: Sequence[tuple[RankEvents, Sequence[Collective], Offset]]) -> d
     for events, collectives, offset in ranks:
         zero = begun + offset.seconds
         error = f", clock right to {offset.error * 1e6:.0f} us" if len(ranks) > 1 else ""
-        written += [named("process_name", events.rank, 0, f"rank {events.rank} on {events.host}{error}"),
-                    {"ph": "M", "name": "process_sort_index", "pid": events.rank, "args": {"sort_index": events.rank}}]
+        written += [
+            named("process_name", events.rank, 0, f"rank {events.rank} on {events.host}{error}"),
+            {"ph": "M", "name": "process_sort_index", "pid": events.rank, "args": {"sort_index": events.rank}},
+        ]
         shown = sorted([*_of_program(events), *_of_device(events)], key=lambda event: event[3] - event[2])[-MOST:]
         for kind, thread, start, end, name in sorted(shown, key=lambda event: event[1:3]):
             written.append(_event(events.rank, thread, name, kind, start - zero, end - start))
@@ -40,15 +42,31 @@ def trace(ranks: Sequence[tuple[RankEvents, Sequence[Collective], Offset]]) -> d
         for call, lane in laid_out(collectives, lambda call: call.axis):
             thread = lanes.setdefault((call.axis, lane), AXES + len(lanes))
             end = call.start if math.isnan(call.end) else call.end
-            written.append(_event(events.rank, thread, call.name, "collective", call.start - zero, end - call.start)
-                           | {"args": {"bytes": call.bytes, "sent": call.sent, "ranks": list(call.ranks),
-                                       "dtype": str(call.dtype).removeprefix("torch."),
-                                       "ended": not math.isnan(call.end)}})
+            written.append(
+                _event(events.rank, thread, call.name, "collective", call.start - zero, end - call.start)
+                | {
+                    "args": {
+                        "bytes": call.bytes,
+                        "sent": call.sent,
+                        "ranks": list(call.ranks),
+                        "dtype": str(call.dtype).removeprefix("torch."),
+                        "ended": not math.isnan(call.end),
+                    }
+                }
+            )
         for (axis, lane), thread in lanes.items():
-            written.append(named("thread_name", events.rank, thread, f"collectives: {axis or 'some ranks'}"
-                                 + f" ({lane + 1})" * (lane > 0)))
-        written += [{"ph": "M", "name": "thread_sort_index", "pid": events.rank, "tid": thread,
-                     "args": {"sort_index": thread}} for thread in [*_threads(events), *lanes.values()]]
+            written.append(
+                named(
+                    "thread_name",
+                    events.rank,
+                    thread,
+                    f"collectives: {axis or 'some ranks'}" + f" ({lane + 1})" * (lane > 0),
+                )
+            )
+        written += [
+            {"ph": "M", "name": "thread_sort_index", "pid": events.rank, "tid": thread, "args": {"sort_index": thread}}
+            for thread in [*_threads(events), *lanes.values()]
+        ]
     return {"traceEvents": written, "displayTimeUnit": "ms"}
 
 
@@ -58,10 +76,14 @@ Shown = tuple[str, int, float, float, str]
 def _threads(events: RankEvents) -> dict[int, str]:
     hosts = sorted({event.thread for event in events.host_events}, key=lambda thread: thread != events.thread)
     streams = sorted({event.stream for event in events.device_events})
-    return ({PHASES: "phases"}
-            | {HOSTS + place: "host, training" if thread == events.thread else f"host, thread {thread}"
-               for place, thread in enumerate(hosts)}
-            | {STREAMS + place: f"GPU, stream {stream}" for place, stream in enumerate(streams)})
+    return (
+        {PHASES: "phases"}
+        | {
+            HOSTS + place: "host, training" if thread == events.thread else f"host, thread {thread}"
+            for place, thread in enumerate(hosts)
+        }
+        | {STREAMS + place: f"GPU, stream {stream}" for place, stream in enumerate(streams)}
+    )
 
 
 def _of_program(events: RankEvents) -> Iterator[Shown]:
@@ -82,5 +104,12 @@ def _of_device(events: RankEvents) -> Iterator[Shown]:
 
 
 def _event(rank: int, thread: int, name: str, kind: str, start: float, seconds: float) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "cat": kind, "pid": rank, "tid": thread, "ts": micros(start),
-            "dur": micros(seconds)}
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": kind,
+        "pid": rank,
+        "tid": thread,
+        "ts": micros(start),
+        "dur": micros(seconds),
+    }

@@ -43,8 +43,12 @@ class StorageTable:
         moved: called with a storage that counts as another kind now, and the kind before.
     """
 
-    def __init__(self, kinds: Sequence[str], resized: Callable[[TrackedStorage, int], None],
-                 moved: Callable[[TrackedStorage, str], None] = lambda storage, before: None):
+    def __init__(
+        self,
+        kinds: Sequence[str],
+        resized: Callable[[TrackedStorage, int], None],
+        moved: Callable[[TrackedStorage, str], None] = lambda storage, before: None,
+    ):
         self.order = {kind: place for place, kind in enumerate(kinds)}
         self._resized, self._moved = resized, moved
         self._storages: dict[int, TrackedStorage] = {}

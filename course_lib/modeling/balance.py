@@ -29,8 +29,9 @@ def count_flops(model: nn.Module, front: Sequence[str], blocks: Sequence[str], l
     return [float(before), *within, counter.get_total_flops() - before - sum(within)]
 
 
-def measure_seconds(model: nn.Module, blocks: Sequence[str], length: int, device: torch.device,
-                    tries: int = 5) -> list[float]:
+def measure_seconds(
+    model: nn.Module, blocks: Sequence[str], length: int, device: torch.device, tries: int = 5
+) -> list[float]:
     """Seconds of one sequence's forward on a device, by the same units; the shortest of some tries.
 
     A block is lent to the device for its own forward, and all else for the whole: the model may be too large for it.
@@ -56,8 +57,9 @@ def measure_seconds(model: nn.Module, blocks: Sequence[str], length: int, device
         lent.close()
         since[:] = [clock.stamp()]
 
-    handles = [hook for block in modules
-               for hook in (block.register_forward_pre_hook(begin), block.register_forward_hook(end))]
+    handles = [
+        hook for block in modules for hook in (block.register_forward_pre_hook(begin), block.register_forward_hook(end))
+    ]
     tried = []
     with _on(device, [held for held in _held(model) if id(held) not in inside]), lent:
         for turn in range(tries + 1):

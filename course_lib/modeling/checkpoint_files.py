@@ -16,20 +16,32 @@ SMALL = 1024
 """Bytes that no such file reaches."""
 
 TRAINING_STATE = (
-    (re.compile(r"global_step\d+|(zero_pp_rank|mp_rank)_.*\.pt"), "the sharded training state of DeepSpeed",
-     "make whole weights of it with the script that lies beside it: python zero_to_fp32.py . OUT --safe_serialization; "
-     "then add config.json and the tokenizer"),
-    (re.compile(r"pytorch_model_fsdp_\d+|__\d+_\d+\.distcp"), "the sharded training state of FSDP",
-     "make whole weights of it with `accelerate merge-weights DIR OUT`, DIR with the .distcp files; then add "
-     "config.json and the tokenizer"),
-    (re.compile(r"(pipeline_parallel|tensor_parallel)?iter_\d{7}|latest_checkpointed_iteration\.txt"),
-     "a checkpoint of Megatron-LM", "convert it to Hugging Face form with the tools of Megatron Bridge"),
+    (
+        re.compile(r"global_step\d+|(zero_pp_rank|mp_rank)_.*\.pt"),
+        "the sharded training state of DeepSpeed",
+        "make whole weights of it with the script that lies beside it: python zero_to_fp32.py . OUT --safe_serialization; "
+        "then add config.json and the tokenizer",
+    ),
+    (
+        re.compile(r"pytorch_model_fsdp_\d+|__\d+_\d+\.distcp"),
+        "the sharded training state of FSDP",
+        "make whole weights of it with `accelerate merge-weights DIR OUT`, DIR with the .distcp files; then add "
+        "config.json and the tokenizer",
+    ),
+    (
+        re.compile(r"(pipeline_parallel|tensor_parallel)?iter_\d{7}|latest_checkpointed_iteration\.txt"),
+        "a checkpoint of Megatron-LM",
+        "convert it to Hugging Face form with the tools of Megatron Bridge",
+    ),
 )
 """What trainers leave, by the names of their files and folders, and how a whole model is made of it."""
 
 OTHER_FORMS = {
-    ".gguf": ("GGUF, llama.cpp's form", "take the model that it was made from, or AutoModelForCausalLM.from_pretrained("
-              "DIR, gguf_file=FILE).save_pretrained(OUT)"),
+    ".gguf": (
+        "GGUF, llama.cpp's form",
+        "take the model that it was made from, or AutoModelForCausalLM.from_pretrained("
+        "DIR, gguf_file=FILE).save_pretrained(OUT)",
+    ),
     ".h5": ("TensorFlow's form", "take a revision with model.safetensors"),
     ".msgpack": ("Flax's form", "take a revision with model.safetensors"),
     ".onnx": ("ONNX, for inference alone", "take the model that it was exported from"),
@@ -51,28 +63,39 @@ def check(folder: Path) -> list[Path]:
     names = sorted(path.name for path in folder.iterdir())
     pointers = [name for name in names if _is_pointer(folder / name)]
     if pointers:
-        raise ModelError(f"{pointers[0]} in {folder} is a pointer of Git LFS, not the file itself",
-                         f"fetch the files: git -C {folder} lfs install, then git -C {folder} lfs pull")
+        raise ModelError(
+            f"{pointers[0]} in {folder} is a pointer of Git LFS, not the file itself",
+            f"fetch the files: git -C {folder} lfs install, then git -C {folder} lfs pull",
+        )
     whole = [name for name in (*INDEXES, *INDEXES.values()) if name in names]
     _refuse_adapter(folder, names, whole)
     if "manifest.json" in names and "state.json" in names:
-        raise ModelError(f"{folder} is a checkpoint of a run, to go on from by --resume_from_checkpoint",
-                         f"give the run's trained model, {folder.parent / 'model'}; a run that did not end leaves one "
-                         "once it is gone on with")
+        raise ModelError(
+            f"{folder} is a checkpoint of a run, to go on from by --resume_from_checkpoint",
+            f"give the run's trained model, {folder.parent / 'model'}; a run that did not end leaves one "
+            "once it is gone on with",
+        )
     if "config.json" not in names and (folder / "model" / "config.json").is_file():
         raise ModelError(f"{folder} is a run's folder", f"give the model in it, {folder / 'model'}")
     if not whole:
         _refuse_other_forms(folder, names)
     if "config.json" not in names:
-        raise ModelError(f"{folder} has no config.json, so it is not a model in Hugging Face form",
-                         "give the folder that save_pretrained wrote")
+        raise ModelError(
+            f"{folder} has no config.json, so it is not a model in Hugging Face form",
+            "give the folder that save_pretrained wrote",
+        )
     refuse_quantized(_config(folder).get("quantization_config"), str(folder))
     if not whole:
         shards = [name for name in names if re.search(r"-\d+-of-\d+\.(safetensors|bin)$", name)]
-        raise ModelError(f"the weights of `{folder}` cannot be loaded: "
-                         + (f"{shards[0]} is a shard, and model.safetensors.index.json, which lists them, is missing"
-                            if shards else "it has neither model.safetensors nor shards of it"),
-                         "copy or download the whole folder")
+        raise ModelError(
+            f"the weights of `{folder}` cannot be loaded: "
+            + (
+                f"{shards[0]} is a shard, and model.safetensors.index.json, which lists them, is missing"
+                if shards
+                else "it has neither model.safetensors nor shards of it"
+            ),
+            "copy or download the whole folder",
+        )
     files = _weights(folder, whole[0])
     for file in files:
         _check_length(file, folder)
@@ -84,8 +107,10 @@ def local_file(path: Path) -> ModelError:
     form, instead = OTHER_FORMS.get(path.suffix, ("", ""))
     if form:
         return ModelError(f"{path} is {form}, which is not read here", instead)
-    return ModelError(f"model folder {path} is a file",
-                      "give the folder with config.json, the weights and the tokenizer, which save_pretrained writes")
+    return ModelError(
+        f"model folder {path} is a file",
+        "give the folder with config.json, the weights and the tokenizer, which save_pretrained writes",
+    )
 
 
 def refuse_quantized(quantization: Any, name: str) -> None:
@@ -98,11 +123,16 @@ def refuse_quantized(quantization: Any, name: str) -> None:
     if not quantization:
         return
     asked = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
-    bits = next((f" of {bits} bits" for bits, name_ in ((4, "load_in_4bit"), (8, "load_in_8bit")) if asked.get(name_)),
-                f" of {asked['bits']} bits" if asked.get("bits") else "")
-    raise ModelError(f"the weights of `{name}` are quantized (quantization_config: {asked.get('quant_method', '?')}"
-                     f"{bits}), and all weights are trained here", "take the model that they were made from, or load "
-                     "it in Python, call model.dequantize() and save_pretrained(OUT)")
+    bits = next(
+        (f" of {bits} bits" for bits, name_ in ((4, "load_in_4bit"), (8, "load_in_8bit")) if asked.get(name_)),
+        f" of {asked['bits']} bits" if asked.get("bits") else "",
+    )
+    raise ModelError(
+        f"the weights of `{name}` are quantized (quantization_config: {asked.get('quant_method', '?')}"
+        f"{bits}), and all weights are trained here",
+        "take the model that they were made from, or load "
+        "it in Python, call model.dequantize() and save_pretrained(OUT)",
+    )
 
 
 def refuse_not_finite(tensors: Iterable[tuple[str, Any]], name: str) -> None:
@@ -112,13 +142,18 @@ def refuse_not_finite(tensors: Iterable[tuple[str, Any]], name: str) -> None:
         tensors: torch's, by name.
         name: of the model.
     """
-    bad = [(key, int(wrong)) for key, tensor in tensors
-           if tensor.is_floating_point() and (wrong := (~tensor.isfinite()).sum())]
+    bad = [
+        (key, int(wrong))
+        for key, tensor in tensors
+        if tensor.is_floating_point() and (wrong := (~tensor.isfinite()).sum())
+    ]
     if bad:
         others = f" and in {len(bad) - 1} other tensors" if bad[1:] else ""
         what = "value that is no finite number" if bad[0][1] == 1 else "values that are no finite numbers"
-        raise ModelError(f"the weights of `{name}` hold {bad[0][1]} {what} in {bad[0][0]}{others}",
-                         "take a checkpoint from before the training that left them diverged")
+        raise ModelError(
+            f"the weights of `{name}` hold {bad[0][1]} {what} in {bad[0][0]}{others}",
+            "take a checkpoint from before the training that left them diverged",
+        )
 
 
 def check_finite(files: Iterable[Path]) -> None:
@@ -144,8 +179,12 @@ def _refuse_adapter(folder: Path, names: list[str], whole: list[str]) -> None:
         about = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except ValueError:
         about = {}
-    raise adapter(str(folder), about.get("base_model_name_or_path"), beside=whole[0] if whole else "",
-                  is_lora=about.get("peft_type") == "LORA")
+    raise adapter(
+        str(folder),
+        about.get("base_model_name_or_path"),
+        beside=whole[0] if whole else "",
+        is_lora=about.get("peft_type") == "LORA",
+    )
 
 
 def adapter(name: str, base: str | None, beside: str = "", is_lora: bool = False) -> ModelError:
@@ -158,14 +197,21 @@ def adapter(name: str, base: str | None, beside: str = "", is_lora: bool = False
         is_lora: whether it is in a folder here, and of a kind that ``course merge`` reads.
     """
     if beside:
-        return ModelError(f"{name} holds an adapter beside {beside}, and which of them is meant cannot be told",
-                          "where they are merged already take adapter_config.json away, else merge them")
-    what = (f"{name} is an adapter (LoRA or another of PEFT's) of {base or 'a model that it does not name'}, and no "
-            "whole model")
+        return ModelError(
+            f"{name} holds an adapter beside {beside}, and which of them is meant cannot be told",
+            "where they are merged already take adapter_config.json away, else merge them",
+        )
+    what = (
+        f"{name} is an adapter (LoRA or another of PEFT's) of {base or 'a model that it does not name'}, and no "
+        "whole model"
+    )
     if is_lora and base:
         return ModelError(what, f"make one of it by `course merge {name} --output OUT`, and give OUT")
-    return ModelError(what, f"merge it: PeftModel.from_pretrained(AutoModel….from_pretrained("
-                      f"{base or 'BASE'!r}), {name!r}).merge_and_unload().save_pretrained(OUT), with the tokenizer")
+    return ModelError(
+        what,
+        f"merge it: PeftModel.from_pretrained(AutoModel….from_pretrained("
+        f"{base or 'BASE'!r}), {name!r}).merge_and_unload().save_pretrained(OUT), with the tokenizer",
+    )
 
 
 def _refuse_other_forms(folder: Path, names: list[str]) -> None:
@@ -176,8 +222,9 @@ def _refuse_other_forms(folder: Path, names: list[str]) -> None:
     for name in names:
         if Path(name).suffix in OTHER_FORMS:
             form, instead = OTHER_FORMS[Path(name).suffix]
-            raise ModelError(f"the weights of `{folder}` cannot be loaded: {name} is {form}, which is not read here",
-                             instead)
+            raise ModelError(
+                f"the weights of `{folder}` cannot be loaded: {name} is {form}, which is not read here", instead
+            )
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -188,9 +235,10 @@ def _config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ModelError(f"{folder}: config.json cannot be used (it is no JSON: {error})", mend) from None
     if not isinstance(read, dict) or not read.get("model_type"):
-        raise ModelError(f"{folder}: config.json cannot be used (it has no model_type)",
-                         'give it the architecture\'s, such as "model_type": "bert", or the file that save_pretrained '
-                         "wrote")
+        raise ModelError(
+            f"{folder}: config.json cannot be used (it has no model_type)",
+            'give it the architecture\'s, such as "model_type": "bert", or the file that save_pretrained wrote',
+        )
     return read
 
 
@@ -201,11 +249,16 @@ def _weights(folder: Path, first: str) -> list[Path]:
     try:
         shards = sorted(set(json.loads((folder / first).read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"the weights of `{folder}` cannot be loaded: {first} is no index of shards ({error!r})",
-                         "copy or download it again") from None
+        raise ModelError(
+            f"the weights of `{folder}` cannot be loaded: {first} is no index of shards ({error!r})",
+            "copy or download it again",
+        ) from None
     if missing := [name for name in shards if not (folder / name).is_file()]:
-        raise ModelError(f"the weights of `{folder}` cannot be loaded: {first} names {missing[0]}, which is not there "
-                         f"({len(missing)} of {len(shards)} shards are missing)", "copy or download the missing shards")
+        raise ModelError(
+            f"the weights of `{folder}` cannot be loaded: {first} names {missing[0]}, which is not there "
+            f"({len(missing)} of {len(shards)} shards are missing)",
+            "copy or download the missing shards",
+        )
     return [folder / name for name in shards]
 
 
@@ -219,8 +272,9 @@ def _check_length(file: Path, folder: Path) -> None:
     with file.open("rb") as opened:
         head = int.from_bytes(opened.read(8), "little")
         if head > size:
-            raise ModelError(f"{damaged}does not begin as safetensors do, or ends in its header)",
-                             "copy or download it again")
+            raise ModelError(
+                f"{damaged}does not begin as safetensors do, or ends in its header)", "copy or download it again"
+            )
         try:
             entries = json.loads(opened.read(head))
         except ValueError:

@@ -23,17 +23,29 @@ from course_lib.parallel.ring_attention import NOWHERE
 from course_lib.parallel.sequence_layout import SequenceLayout, next_tokens
 
 ATTENTION = {
-    "bert": "BertSelfAttention", "gpt2": "GPT2Attention", "gpt_neox": "GPTNeoXAttention", "llama": "LlamaAttention",
-    "mistral": "MistralAttention", "mixtral": "MixtralAttention", "olmo": "OlmoAttention", "olmo2": "Olmo2Attention",
-    "olmoe": "OlmoeAttention", "qwen2": "Qwen2Attention", "qwen3": "Qwen3Attention",
+    "bert": "BertSelfAttention",
+    "gpt2": "GPT2Attention",
+    "gpt_neox": "GPTNeoXAttention",
+    "llama": "LlamaAttention",
+    "mistral": "MistralAttention",
+    "mixtral": "MixtralAttention",
+    "olmo": "OlmoAttention",
+    "olmo2": "Olmo2Attention",
+    "olmoe": "OlmoeAttention",
+    "qwen2": "Qwen2Attention",
+    "qwen3": "Qwen3Attention",
 }
 """Whose arguments are known: the class of attention by the model's type."""
 WRAPPERS = ("BertAttention",)
 """Modules named so that hold an attention, and compute none."""
 BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings that depend on how long a row is, which a rank does not see."""
-METHODS: dict[str, tuple[Method, bool]] = {"ring": ("ring", False), "zigzag": ("ring", True),
-                                           "ulysses": ("ulysses", False), "allgather": ("allgather", True)}
+METHODS: dict[str, tuple[Method, bool]] = {
+    "ring": ("ring", False),
+    "zigzag": ("ring", True),
+    "ulysses": ("ulysses", False),
+    "allgather": ("allgather", True),
+}
 """By the option's name: the method, and whether tokens are dealt in zigzag, which evens out causal attention."""
 NAME = "course_context_parallel"
 _SAYS_NOTHING = frozenset({"position_ids", "use_cache", "logits_to_keep", "output_router_logits"})
@@ -88,12 +100,16 @@ class ContextParallel:
         held = [module for module in model.modules() if "Attention" in type(module).__name__]
         own = [module for module in held if type(module).__name__ == ATTENTION[config.model_type]]
         if not own or any(module not in own and type(module).__name__ not in WRAPPERS for module in held):
-            raise ModelError(f"not every attention of this {config.model_type} is {ATTENTION[config.model_type]}",
-                             "leave out --context_parallel_size")
+            raise ModelError(
+                f"not every attention of this {config.model_type} is {ATTENTION[config.model_type]}",
+                "leave out --context_parallel_size",
+            )
         drops = next((each for module in own if (each := dropout_of(module))), 0.0)
         if drops:
-            raise ConfigError(f"context parallelism has no dropout in attention, and this model's is {drops}",
-                              "give --attention_dropout 0")
+            raise ConfigError(
+                f"context parallelism has no dropout in attention, and this model's is {drops}",
+                "give --attention_dropout 0",
+            )
         for module in own:
             module.context_parallel = self  # type: ignore[assignment]
         AttentionInterface.register(NAME, attention)
@@ -127,10 +143,19 @@ class ContextParallel:
         return {"input_ids": ids, "attention_mask": mask, "position_ids": places}, labels
 
 
-def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-              attention_mask: torch.Tensor | None = None, *, scaling: float | None = None, dropout: float = 0.0,
-              is_causal: bool | None = None, sliding_window: int | None = None,
-              **others: Any) -> tuple[torch.Tensor, None]:
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
     """What transformers calls in a model's attention, on this rank's tokens.
 
     Args:
@@ -147,11 +172,22 @@ def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: 
     if attention_mask is not None or dropout or (sliding_window or shared.layout.length) < shared.layout.length:
         unknown = ["attention_mask" if attention_mask is not None else "dropout" if dropout else "sliding_window"]
     if unknown:
-        raise ModelError(f"context parallelism does not know the {unknown[0]} of {type(module).__name__}",
-                         "leave out --context_parallel_size")
+        raise ModelError(
+            f"context parallelism does not know the {unknown[0]} of {type(module).__name__}",
+            "leave out --context_parallel_size",
+        )
     causal = bool(module.is_causal if is_causal is None else is_causal)
-    result = context_attention(query, key, value, method=shared.method, causal=causal, zigzag=shared.zigzag,
-                               documents=shared.documents, group=shared.group, scale=scaling)
+    result = context_attention(
+        query,
+        key,
+        value,
+        method=shared.method,
+        causal=causal,
+        zigzag=shared.zigzag,
+        documents=shared.documents,
+        group=shared.group,
+        scale=scaling,
+    )
     return result.transpose(1, 2), None
 
 
@@ -164,18 +200,27 @@ def dropout_of(module: nn.Module) -> float:
 def check(config: Any, task: str, ranks: int, way: str, tensor_ranks: int = 1) -> None:
     """Refuse what context parallelism cannot do with a model, by its config; see :class:`ContextParallel`."""
     if task == "classification":
-        raise ConfigError("context parallelism is for losses of every token, and classification reads one of a row",
-                          "leave out --context_parallel_size, or use --task causal_lm or masked_lm")
+        raise ConfigError(
+            "context parallelism is for losses of every token, and classification reads one of a row",
+            "leave out --context_parallel_size, or use --task causal_lm or masked_lm",
+        )
     if config.model_type not in ATTENTION:
-        raise ModelError(f"context parallelism does not know the attention of {config.model_type}",
-                         f"use a model of type {', '.join(ATTENTION)}, or leave out --context_parallel_size")
+        raise ModelError(
+            f"context parallelism does not know the attention of {config.model_type}",
+            f"use a model of type {', '.join(ATTENTION)}, or leave out --context_parallel_size",
+        )
     kinds = [kind for kind in (getattr(config, "rope_parameters", None) or {}).items() if kind[0] == "rope_type"]
     if kinds and kinds[0][1] in BY_LENGTH:
-        raise ModelError(f"rotary embeddings of type {kinds[0][1]} depend on a row's length, and a rank sees a part",
-                         "leave out --context_parallel_size")
+        raise ModelError(
+            f"rotary embeddings of type {kinds[0][1]} depend on a row's length, and a rank sees a part",
+            "leave out --context_parallel_size",
+        )
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     heads, key_heads = heads // tensor_ranks, key_heads // tensor_ranks
     if way == "ulysses" and (heads % ranks or (key_heads % ranks and ranks % key_heads)):
-        raise ConfigError(f"ulysses deals heads to ranks, and {heads} heads with {key_heads} key heads do not divide "
-                          f"among context_parallel_size {ranks}", "use --context_parallel ring, zigzag or allgather")
+        raise ConfigError(
+            f"ulysses deals heads to ranks, and {heads} heads with {key_heads} key heads do not divide "
+            f"among context_parallel_size {ranks}",
+            "use --context_parallel ring, zigzag or allgather",
+        )

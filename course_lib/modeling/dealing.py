@@ -34,8 +34,14 @@ def _best(costs: Sequence[float], stages: int, add: Callable[[float, float], flo
     totals = [0.0, *itertools.accumulate(costs)]
     units = len(costs)
     best: dict[int, tuple[float, tuple[int, ...]]] = {
-        first: (add(totals[units] - totals[first], 0.0), ()) for first in range(units)}  # one stage from `first` on
+        first: (add(totals[units] - totals[first], 0.0), ()) for first in range(units)
+    }  # one stage from `first` on
     for left in range(2, stages + 1):
-        best = {first: min((add(totals[cut] - totals[first], best[cut][0]), (cut, *best[cut][1]))
-                           for cut in range(first + 1, units - left + 2)) for first in range(units - left + 1)}
+        best = {
+            first: min(
+                (add(totals[cut] - totals[first], best[cut][0]), (cut, *best[cut][1]))
+                for cut in range(first + 1, units - left + 2)
+            )
+            for first in range(units - left + 1)
+        }
     return best[0]

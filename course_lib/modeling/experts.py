@@ -40,8 +40,10 @@ class ExpertParallel:
         ranks, self.place = dist.get_world_size(groups.sharing), dist.get_rank(groups.sharing)
         experts: int = getattr(model.config, "num_experts", 0) or getattr(model.config, "num_local_experts", 0)
         if experts % ranks:
-            raise ConfigError(f"{experts} experts in each layer cannot be shared by {ranks} ranks",
-                              f"use an expert_parallel_size that divides {experts}")
+            raise ConfigError(
+                f"{experts} experts in each layer cannot be shared by {ranks} ranks",
+                f"use an expert_parallel_size that divides {experts}",
+            )
         whole = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.model, self.groups = model, groups
         self.layers = spread_experts(model, groups.sharing)

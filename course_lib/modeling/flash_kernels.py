@@ -38,8 +38,21 @@ def scores(q, k, rows, cols, keep, T, scale, causal: tl.constexpr):  # type: ign
 
 
 @triton.jit
-def forward_kernel(q_in, k_in, v_in, keep, o_out, lse_out, T, scale, H: tl.constexpr, G: tl.constexpr,  # type: ignore
-                   D: tl.constexpr, SIZE: tl.constexpr, causal: tl.constexpr):
+def forward_kernel(
+    q_in,
+    k_in,
+    v_in,
+    keep,
+    o_out,
+    lse_out,
+    T,
+    scale,
+    H: tl.constexpr,
+    G: tl.constexpr,  # type: ignore
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    causal: tl.constexpr,
+):
     """Output and log-sum-exp of the scores of one block of queries of one head: a pass over the blocks of keys."""
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     k_in, v_in, keep = k_in + head // G * T * D, v_in + head // G * T * D, keep + head // H * T
@@ -61,8 +74,23 @@ def forward_kernel(q_in, k_in, v_in, keep, o_out, lse_out, T, scale, H: tl.const
 
 
 @triton.jit
-def queries_kernel(q_in, k_in, v_in, keep, do_in, lse_in, delta_in, dq_out, T, scale, H: tl.constexpr,  # type: ignore
-                   G: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, causal: tl.constexpr):
+def queries_kernel(
+    q_in,
+    k_in,
+    v_in,
+    keep,
+    do_in,
+    lse_in,
+    delta_in,
+    dq_out,
+    T,
+    scale,
+    H: tl.constexpr,  # type: ignore
+    G: tl.constexpr,
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    causal: tl.constexpr,
+):
     """Gradient of one block of queries of one head: a pass over the blocks of keys."""
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     k_in, v_in, keep = k_in + head // G * T * D, v_in + head // G * T * D, keep + head // H * T
@@ -81,8 +109,24 @@ def queries_kernel(q_in, k_in, v_in, keep, do_in, lse_in, delta_in, dq_out, T, s
 
 
 @triton.jit
-def keys_kernel(q_in, k_in, v_in, keep, do_in, lse_in, delta_in, dk_out, dv_out, T, scale,  # type: ignore
-                H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, causal: tl.constexpr):
+def keys_kernel(
+    q_in,
+    k_in,
+    v_in,
+    keep,
+    do_in,
+    lse_in,
+    delta_in,
+    dk_out,
+    dv_out,
+    T,
+    scale,  # type: ignore
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    causal: tl.constexpr,
+):
     """Gradients of one block of keys and values: a pass over the blocks of queries of the heads that share them."""
     block, shared = tl.program_id(0), tl.program_id(1).to(tl.int64)
     k_in, v_in, keep = k_in + shared * T * D, v_in + shared * T * D, keep + shared * G // H * T
@@ -105,8 +149,9 @@ def keys_kernel(q_in, k_in, v_in, keep, do_in, lse_in, delta_in, dk_out, dv_out,
 
 class _Flash(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, causal: bool,
-                size: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor, causal: bool, size: int
+    ) -> torch.Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         B, H, T, D = q.shape
         o, lse = torch.empty_like(q), torch.empty(B, H, T, device=q.device)
@@ -128,8 +173,14 @@ class _Flash(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
-def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: torch.Tensor | None = None,
-                    causal: bool = True, size: int = 32) -> torch.Tensor:
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keep: torch.Tensor | None = None,
+    causal: bool = True,
+    size: int = 32,
+) -> torch.Tensor:
     """Attention of queries to keys and values, exact; its memory grows with the tokens, not with their square.
 
     Args:

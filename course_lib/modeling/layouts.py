@@ -28,10 +28,15 @@ LAYOUTS: Mapping[str, Layout] = {
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), Layout("embeddings", back=("pooler",))),
     "distilbert": Layout("embeddings"),
     "gpt2": Layout("wte", added=("wpe",), front=("drop",), back=("ln_f",)),
-    "opt": Layout("decoder.embed_tokens", added=("decoder.embed_positions",), front=("decoder.project_in",),
-                  back=("decoder.final_layer_norm", "decoder.project_out")),
-    **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma", "gemma2", "olmo2",
-                     "olmoe"),
-                    Layout("embed_tokens", back=("norm",))),
+    "opt": Layout(
+        "decoder.embed_tokens",
+        added=("decoder.embed_positions",),
+        front=("decoder.project_in",),
+        back=("decoder.final_layer_norm", "decoder.project_out"),
+    ),
+    **dict.fromkeys(
+        ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma", "gemma2", "olmo2", "olmoe"),
+        Layout("embed_tokens", back=("norm",)),
+    ),
 }
 """By model type; of others :mod:`course_lib.modeling.structure` finds out."""

@@ -59,8 +59,15 @@ class LoadedModel:
     """Modules whose weights are new, beside pretrained ones."""
 
 
-def load(config: ModelConfig, task: str, *, label_names: Sequence[str] | None, texts: Iterable[str], seed: int,
-         max_length: int) -> LoadedModel:
+def load(
+    config: ModelConfig,
+    task: str,
+    *,
+    label_names: Sequence[str] | None,
+    texts: Iterable[str],
+    seed: int,
+    max_length: int,
+) -> LoadedModel:
     """The model of a run, ready to train.
 
     New weights (all of a tiny preset's, the head of a pretrained model's) depend on the seed alone, so that every
@@ -86,8 +93,9 @@ def load(config: ModelConfig, task: str, *, label_names: Sequence[str] | None, t
             architecture, tokenizer = presets.build(config.model, texts, max_length)
             _set_dropout(architecture, config)
             auto = _prepare_head(architecture, task, label_names, config.model)
-            model = auto.from_config(architecture, dtype=torch.float32,
-                                     attn_implementation=_implementation(config.attention))
+            model = auto.from_config(
+                architecture, dtype=torch.float32, attn_implementation=_implementation(config.attention)
+            )
             source = f"{config.model}, new weights from seed {seed}, tokenizer trained on the data"
         else:
             origin = model_sources.locate(config)
@@ -126,8 +134,10 @@ def load_trained(folder: str | Path, task: str, *, attention: str = "auto") -> L
         auto, classes = HEADS[task]
         name = next(iter(architecture.architectures or ()), "no model class")
         if type(architecture) not in classes or classes[type(architecture)].__name__ != name:
-            raise ModelError(f"{folder} holds {name}, which is not trained for the task {task}",
-                             "give the model folder of a run with that task")
+            raise ModelError(
+                f"{folder} holds {name}, which is not trained for the task {task}",
+                "give the model folder of a run with that task",
+            )
         model, new = _read_model(origin, auto, architecture, attention)
         if new:
             raise ModelError(f"{folder}: the weights lack {', '.join(new)}", "give the folder of a finished run")
@@ -160,8 +170,10 @@ def task_of(folder: Path) -> str:
     for task, (_, classes) in HEADS.items():
         if type(architecture) in classes and classes[type(architecture)].__name__ == name:
             return task
-    raise ModelError(f"{folder} is an adapter of {name}, and models for {', '.join(HEADS)} are merged here",
-                     "merge it in PEFT: model.merge_and_unload().save_pretrained(OUT)")
+    raise ModelError(
+        f"{folder} is an adapter of {name}, and models for {', '.join(HEADS)} are merged here",
+        "merge it in PEFT: model.merge_and_unload().save_pretrained(OUT)",
+    )
 
 
 def _locate_base(folder: Path) -> Origin:
@@ -170,8 +182,10 @@ def _locate_base(folder: Path) -> Origin:
     try:
         return model_sources.locate(ModelConfig(model=base, revision=revision))
     except ModelError as error:
-        raise ModelError(f"{folder} is an adapter (LoRA) of {base}, which cannot be had: {error.what}",
-                         f"write where it is into {folder / lora_files.CONFIG}, as base_model_name_or_path") from None
+        raise ModelError(
+            f"{folder} is an adapter (LoRA) of {base}, which cannot be had: {error.what}",
+            f"write where it is into {folder / lora_files.CONFIG}, as base_model_name_or_path",
+        ) from None
 
 
 def _load_adapted(folder: Path, task: str, attention: str) -> LoadedModel:
@@ -184,16 +198,20 @@ def _load_adapted(folder: Path, task: str, attention: str) -> LoadedModel:
         architecture = _read_config(own if (folder / "config.json").is_file() else origin)
         auto, classes = HEADS[task]
         if type(architecture) not in classes:
-            raise ModelError(f"{folder} is an adapter of {base}, which has no head for the task {task}",
-                             "give the folder of a run with that task")
+            raise ModelError(
+                f"{folder} is an adapter of {base}, which has no head for the task {task}",
+                "give the folder of a run with that task",
+            )
         model, new = _read_model(origin, auto, architecture, attention)
         if packed:
             nf4.quantize_linear(model, lora.linear_layers(model))
         lora_files.load_adapter(model, folder)
         lacking = [name for name in new if not any(p.requires_grad for p in model.get_submodule(name).parameters())]
         if lacking:
-            raise ModelError(f"{folder}: neither the adapter nor {base} has weights of {', '.join(lacking)}",
-                             "give the folder of a run with that task")
+            raise ModelError(
+                f"{folder}: neither the adapter nor {base} has weights of {', '.join(lacking)}",
+                "give the folder of a run with that task",
+            )
         has_own = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
         return _fit(model, _read_tokenizer(own if has_own else origin), f"adapter in {folder} beside {base}")
 
@@ -213,14 +231,15 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _prepare_head(architecture: PreTrainedConfig, task: str, label_names: Sequence[str] | None,
-                  name: str) -> Any:
+def _prepare_head(architecture: PreTrainedConfig, task: str, label_names: Sequence[str] | None, name: str) -> Any:
     """Write what the task asks of the head into the config, and return the auto class that makes it."""
     auto, classes = HEADS[task]
     if type(architecture) not in classes:
         fits = [other for other, (_, classes) in HEADS.items() if type(architecture) in classes]
-        raise ModelError(f"model `{name}` ({architecture.model_type}) has no head for the task {task}",
-                         f"use the task {' or '.join(fits)}, or another model" if fits else "use another model")
+        raise ModelError(
+            f"model `{name}` ({architecture.model_type}) has no head for the task {task}",
+            f"use the task {' or '.join(fits)}, or another model" if fits else "use another model",
+        )
     if task == "classification":
         if not label_names:
             raise ValueError("classification needs label_names")
@@ -238,8 +257,10 @@ def _set_dropout(architecture: PreTrainedConfig, config: ModelConfig) -> None:
         return
     held = [name for name in ATTENTION_DROPOUT if hasattr(architecture, name)]
     if not held:
-        raise ModelError(f"model `{config.model}` ({architecture.model_type}) has no dropout in its attention",
-                         "leave --attention_dropout out")
+        raise ModelError(
+            f"model `{config.model}` ({architecture.model_type}) has no dropout in its attention",
+            "leave --attention_dropout out",
+        )
     for name in held:
         setattr(architecture, name, config.attention_dropout)
 
@@ -248,8 +269,10 @@ def _read_config(origin: Origin) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(origin.path, trust_remote_code=False, **origin.options)
     except Exception as error:  # whatever a foreign file makes of its reader is that file's fault
-        raise ModelError(f"{origin.path}: config.json cannot be used ({_first_line(error)})",
-                         "give an architecture that transformers itself knows") from error
+        raise ModelError(
+            f"{origin.path}: config.json cannot be used ({_first_line(error)})",
+            "give an architecture that transformers itself knows",
+        ) from error
 
 
 def _read_tokenizer(origin: Origin) -> PreTrainedTokenizerBase:
@@ -263,8 +286,9 @@ def _read_tokenizer(origin: Origin) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _read_model(origin: Origin, auto: Any, architecture: PreTrainedConfig,
-                attention: str) -> tuple[PreTrainedModel, list[str]]:
+def _read_model(
+    origin: Origin, auto: Any, architecture: PreTrainedConfig, attention: str
+) -> tuple[PreTrainedModel, list[str]]:
     """A model with its pretrained weights, and the names of the modules of its head whose weights are new.
 
     Weights whose names differ by what a wrapper put before them, or that are stored under the name of what they are
@@ -286,8 +310,9 @@ def _read_model(origin: Origin, auto: Any, architecture: PreTrainedConfig,
     return model, sorted({key.rpartition(".")[0] if ".pooler." in key else key.partition(".")[0] for key in new})
 
 
-def _from_pretrained(origin: Origin, auto: Any, architecture: PreTrainedConfig, attention: str,
-                     renamed: dict[str, str]) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _from_pretrained(
+    origin: Origin, auto: Any, architecture: PreTrainedConfig, attention: str, renamed: dict[str, str]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """What transformers loads, and its report; ``renamed``: what to put in the place of patterns in names of weights.
 
     Raises:
@@ -296,17 +321,28 @@ def _from_pretrained(origin: Origin, auto: Any, architecture: PreTrainedConfig, 
     name = origin.path
     try:
         return auto.from_pretrained(
-            name, config=architecture, dtype=torch.float32, attn_implementation=_implementation(attention),
-            ignore_mismatched_sizes=True, output_loading_info=True, trust_remote_code=False,
-            key_mapping=renamed or None, **origin.options)
+            name,
+            config=architecture,
+            dtype=torch.float32,
+            attn_implementation=_implementation(attention),
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            trust_remote_code=False,
+            key_mapping=renamed or None,
+            **origin.options,
+        )
     except (SafetensorError, EOFError) as error:
-        raise ModelError(f"the weights of `{name}` are damaged or cut short ({_first_line(error) or 'end of file'})",
-                         "copy or download them again") from error
+        raise ModelError(
+            f"the weights of `{name}` are damaged or cut short ({_first_line(error) or 'end of file'})",
+            "copy or download them again",
+        ) from error
     except Exception as error:  # a damaged pickle or index can raise anything
         if attention == "sdpa" and "scaled_dot_product_attention" in str(error):
             raise ModelError(f"model `{name}` has no sdpa attention", "use --attention eager") from error
-        raise ModelError(f"the weights of `{name}` cannot be loaded ({_first_line(error)})",
-                         "they have to be whole, in model.safetensors or in shards") from error
+        raise ModelError(
+            f"the weights of `{name}` cannot be loaded ({_first_line(error)})",
+            "they have to be whole, in model.safetensors or in shards",
+        ) from error
 
 
 def _tied_names(architecture: PreTrainedConfig) -> dict[str, str]:
@@ -348,8 +384,10 @@ def _fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str
 
 def _checkpoint_activations(model: PreTrainedModel, name: str) -> None:
     if not model.supports_gradient_checkpointing:
-        raise ModelError(f"model `{name}` ({model.config.model_type}) has no activation checkpointing",
-                         "leave --activation_checkpointing out")
+        raise ModelError(
+            f"model `{name}` ({model.config.model_type}) has no activation checkpointing",
+            "leave --activation_checkpointing out",
+        )
     recompute_activations(model)
 
 

@@ -33,8 +33,9 @@ class LoraLinear(nn.Module):
         generator: A is drawn from it; on the CPU.
     """
 
-    def __init__(self, base: nn.Module, r: int, alpha: float, dropout: float = 0.0,
-                 generator: torch.Generator | None = None):
+    def __init__(
+        self, base: nn.Module, r: int, alpha: float, dropout: float = 0.0, generator: torch.Generator | None = None
+    ):
         super().__init__()
         self.base = base.requires_grad_(False)
         self.alpha = alpha
@@ -80,8 +81,16 @@ def sizes(layer: nn.Module) -> tuple[int, int]:
     return cast(int, layer.in_features), cast(int, layer.out_features)
 
 
-def add_lora(model: nn.Module, r: int, alpha: float | None = None, dropout: float = 0.0,
-             targets: Collection[str] | None = None, trained: Collection[str] = (), *, seed: int = 0) -> list[str]:
+def add_lora(
+    model: nn.Module,
+    r: int,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    targets: Collection[str] | None = None,
+    trained: Collection[str] = (),
+    *,
+    seed: int = 0,
+) -> list[str]:
     """Freeze a model, and put adapters beside its linear layers, in place.
 
     The draw is by the seed alone: the same on every rank.
@@ -112,22 +121,33 @@ def add_lora(model: nn.Module, r: int, alpha: float | None = None, dropout: floa
 
 def linear_layers(model: nn.Module) -> list[str]:
     """Names of the linear layers of a model's blocks."""
-    return [f"{block}.{name}" for block, module in blocks(model).items()
-            for name, layer in module.named_modules() if isinstance(layer, LINEAR)]
+    return [
+        f"{block}.{name}"
+        for block, module in blocks(model).items()
+        for name, layer in module.named_modules()
+        if isinstance(layer, LINEAR)
+    ]
 
 
 def _chosen(model: nn.Module, targets: Collection[str] | None) -> dict[str, nn.Module]:
     """The layers to put adapters beside, by name."""
     if targets is None:
         return {name: model.get_submodule(name) for name in linear_layers(model)}
-    chosen = {name: module for name, module in model.named_modules() for target in targets
-              if name == target or name.endswith(f".{target}")}
+    chosen = {
+        name: module
+        for name, module in model.named_modules()
+        for target in targets
+        if name == target or name.endswith(f".{target}")
+    }
     linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, LINEAR)})
     missing = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in chosen)]
     wrong = [name for name, module in chosen.items() if not isinstance(module, LINEAR)]
     if missing or wrong:
-        what = (f"no module is called `{missing[0]}`" if missing else
-                f"`{wrong[0]}` is a {type(chosen[wrong[0]]).__name__}, and no linear layer")
+        what = (
+            f"no module is called `{missing[0]}`"
+            if missing
+            else f"`{wrong[0]}` is a {type(chosen[wrong[0]]).__name__}, and no linear layer"
+        )
         raise ModelError(f"lora_targets: {what}", f"choose from {', '.join(linear)}")
     return chosen
 
@@ -136,8 +156,11 @@ def classifier_heads(model: nn.Module) -> list[str]:
     """Names of the modules that a classifier of transformers has beside its base model: its head, which is new."""
     if not type(model).__name__.endswith("ForSequenceClassification"):
         return []
-    return [name for name, child in model.named_children()
-            if child is not getattr(model, "base_model", None) and any(True for _ in child.parameters())]
+    return [
+        name
+        for name, child in model.named_children()
+        if child is not getattr(model, "base_model", None) and any(True for _ in child.parameters())
+    ]
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -24,13 +24,24 @@ TASKS = {"ForSequenceClassification": "SEQ_CLS", "ForCausalLM": "CAUSAL_LM", "LM
 """What PEFT calls a model's task, by the end of its class's name; it knows none of masked models."""
 BASE_BITS = "base_bits"
 """Key in the metadata of the weights' file: ``4`` where the adapter was trained beside weights in NF4."""
-REFUSED = {"use_dora": "DoRA", "rank_pattern": "ranks by layer", "alpha_pattern": "alphas by layer",
-           "trainable_token_indices": "trained tokens", "layer_replication": "layers that are there twice"}
+REFUSED = {
+    "use_dora": "DoRA",
+    "rank_pattern": "ranks by layer",
+    "alpha_pattern": "alphas by layer",
+    "trainable_token_indices": "trained tokens",
+    "layer_replication": "layers that are there twice",
+}
 """Settings of PEFT's LoRA that are not read here, and what they ask for."""
 
 
-def save_adapter(model: nn.Module, folder: Path, base: str, weights: Mapping[str, Tensor] | None = None, *,
-                 revision: str | None = None) -> None:
+def save_adapter(
+    model: nn.Module,
+    folder: Path,
+    base: str,
+    weights: Mapping[str, Tensor] | None = None,
+    *,
+    revision: str | None = None,
+) -> None:
     """Write a model's adapters so that ``peft.PeftModel.from_pretrained`` puts them beside the same base model.
 
     Args:
@@ -45,14 +56,25 @@ def save_adapter(model: nn.Module, folder: Path, base: str, weights: Mapping[str
     bits = {BASE_BITS: "4"} if isinstance(first.base, nf4.Nf4Linear) else {}
     save_file(adapter_state(model, weights), folder / WEIGHTS, metadata={"format": "pt"} | bits)
     kind = type(model).__name__
-    beside = [name for name in {name.rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
-              if not name.endswith(("lora_A", "lora_B"))]
-    about = {"peft_type": "LORA", "task_type": next((TASKS[end] for end in TASKS if kind.endswith(end)), None),
-             "base_model_name_or_path": base, "revision": revision, "r": first.lora_A.out_features,
-             "lora_alpha": first.alpha, "lora_dropout": first.dropout.p,
-             "target_modules": _shortest(model, list(layers)), "bias": "none",
-             "fan_in_fan_out": _is_conv1d(first.base), "modules_to_save": sorted(beside) or None,
-             "inference_mode": True}
+    beside = [
+        name
+        for name in {name.rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
+        if not name.endswith(("lora_A", "lora_B"))
+    ]
+    about = {
+        "peft_type": "LORA",
+        "task_type": next((TASKS[end] for end in TASKS if kind.endswith(end)), None),
+        "base_model_name_or_path": base,
+        "revision": revision,
+        "r": first.lora_A.out_features,
+        "lora_alpha": first.alpha,
+        "lora_dropout": first.dropout.p,
+        "target_modules": _shortest(model, list(layers)),
+        "bias": "none",
+        "fan_in_fan_out": _is_conv1d(first.base),
+        "modules_to_save": sorted(beside) or None,
+        "inference_mode": True,
+    }
     write_text(folder / CONFIG, json.dumps(about, indent=1) + "\n")
 
 
@@ -63,8 +85,11 @@ def _is_conv1d(base: nn.Module) -> bool:
 def _shortest(model: nn.Module, names: list[str]) -> list[str]:
     """Ends of names that mean these layers and no others; the names themselves where there are none."""
     ends = {name.rpartition(".")[2] for name in names}
-    meant = {name.removesuffix(".base") for name, module in model.named_modules()
-             if name.removesuffix(".base").rpartition(".")[2] in ends}
+    meant = {
+        name.removesuffix(".base")
+        for name, module in model.named_modules()
+        if name.removesuffix(".base").rpartition(".")[2] in ends
+    }
     return sorted(ends if meant == set(names) else names)
 
 
@@ -121,8 +146,11 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
         for name, tensor in tensors.items():
             held = own.get(name.removeprefix(PREFIX))
             if held is None or held.shape != tensor.shape:
-                raise _other(folder, f"{name.removeprefix(PREFIX)} is {tuple(tensor.shape)} in the adapter and "
-                                     f"{'absent' if held is None else tuple(held.shape)} in the model")
+                raise _other(
+                    folder,
+                    f"{name.removeprefix(PREFIX)} is {tuple(tensor.shape)} in the adapter and "
+                    f"{'absent' if held is None else tuple(held.shape)} in the model",
+                )
             held.copy_(tensor)
             held.requires_grad_(True)
 
@@ -137,8 +165,10 @@ def _config(folder: Path) -> dict[str, Any]:
         about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         kind = about["peft_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{folder} holds no adapter: {CONFIG} cannot be read ({error!r})",
-                         "give the folder that save_pretrained of PEFT or `course train --lora_r` wrote") from None
+        raise ModelError(
+            f"{folder} holds no adapter: {CONFIG} cannot be read ({error!r})",
+            "give the folder that save_pretrained of PEFT or `course train --lora_r` wrote",
+        ) from None
     merging = "merge it in PEFT: model.merge_and_unload().save_pretrained(OUT)"
     if kind != "LORA":
         raise ModelError(f"{folder} holds an adapter of kind {kind}, and LORA is read here", merging)
@@ -155,5 +185,6 @@ def _opened(folder: Path) -> Any:
     try:
         return safe_open(str(folder / WEIGHTS), framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{folder}: {WEIGHTS} cannot be read ({str(error).splitlines()[0]})",
-                         "copy the whole folder again") from None
+        raise ModelError(
+            f"{folder}: {WEIGHTS} cannot be read ({str(error).splitlines()[0]})", "copy the whole folder again"
+        ) from None

@@ -52,8 +52,11 @@ def local() -> tuple[Path, str] | None:
     """
     spec = importlib.util.find_spec(MODULE)
     if spec and spec.submodule_search_locations:
-        return _verified(Path(spec.submodule_search_locations[0]) / "model",
-                         f"package {PACKAGE} {machine.version(PACKAGE)}", f"{INSTALL} --force-reinstall")
+        return _verified(
+            Path(spec.submodule_search_locations[0]) / "model",
+            f"package {PACKAGE} {machine.version(PACKAGE)}",
+            f"{INSTALL} --force-reinstall",
+        )
     try:
         folder = Path(snapshot_download(REPOSITORY, allow_patterns=FILES, local_files_only=True))
     except LocalEntryNotFoundError:
@@ -70,6 +73,7 @@ def _verified(folder: Path, where: str, mend: str) -> tuple[Path, str]:
     with weights.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != SHA256:
-        raise ModelError(f"minilm: {weights} is not the published file (its sha256 is {digest[:12]}…, "
-                         f"not {SHA256[:12]}…)", mend)
+        raise ModelError(
+            f"minilm: {weights} is not the published file (its sha256 is {digest[:12]}…, not {SHA256[:12]}…)", mend
+        )
     return folder, f"minilm from {where}, sha256 verified"

@@ -19,8 +19,13 @@ BLOCKS = (OlmoeSparseMoeBlock, MixtralSparseMoeBlock)
 ROUTERS = (OlmoeTopKRouter, MixtralTopKRouter)
 
 
-def spread_experts(model: PreTrainedModel, group: Group = None, capacity_factor: float | None = None,
-                   scoring: Scoring = "before", with_bias: bool = False) -> list[MoELayer]:
+def spread_experts(
+    model: PreTrainedModel,
+    group: Group = None,
+    capacity_factor: float | None = None,
+    scoring: Scoring = "before",
+    with_bias: bool = False,
+) -> list[MoELayer]:
     """Replace each block of experts of an OLMoE or Mixtral model by :class:`MoELayer`, with the same weights, in place.
 
     Names of parameters stay as they are; of the experts each rank keeps its own N-th along the first dimension.
@@ -38,21 +43,25 @@ def spread_experts(model: PreTrainedModel, group: Group = None, capacity_factor:
             transformers records its own routers: use `balance_loss`.
     """
     if getattr(model.config, "output_router_logits", False):
-        raise ModelError("output_router_logits records transformers' routers, which are replaced",
-                         "set it to False, and add course_lib.parallel.expert_router.balance_loss to the loss")
+        raise ModelError(
+            "output_router_logits records transformers' routers, which are replaced",
+            "set it to False, and add course_lib.parallel.expert_router.balance_loss to the loss",
+        )
     layers = []
     for name, block in list(model.named_modules()):
         if isinstance(block, BLOCKS):
             layers.append(_own(block, model.config, group, capacity_factor, scoring, with_bias))
             model.set_submodule(name, layers[-1])
     if not layers:
-        raise ModelError(f"model type {model.config.model_type} has no block of experts that can be spread",
-                         "use OLMoE or Mixtral")
+        raise ModelError(
+            f"model type {model.config.model_type} has no block of experts that can be spread", "use OLMoE or Mixtral"
+        )
     return layers
 
 
-def _own(block: Any, config: Any, group: Group, capacity_factor: float | None, scoring: Scoring,
-         with_bias: bool) -> MoELayer:
+def _own(
+    block: Any, config: Any, group: Group, capacity_factor: float | None, scoring: Scoring, with_bias: bool
+) -> MoELayer:
     theirs, router = block.experts, block.gate
     experts, width = router.weight.shape
     normalized = isinstance(router, MixtralTopKRouter) or router.norm_topk_prob
@@ -94,15 +103,18 @@ class ExpertCounts:
         self._chosen: dict[str, Tensor] = {}
         self._dropped = torch.zeros((), dtype=torch.long)
         self._hooks = list(self._watch(routers))
-        self._hooks += [module.register_forward_hook(self._drop) for module in model.modules()
-                        if isinstance(module, MoELayer)]
+        self._hooks += [
+            module.register_forward_hook(self._drop) for module in model.modules() if isinstance(module, MoELayer)
+        ]
 
     def _watch(self, routers: dict[str, nn.Module]) -> Iterator[torch.utils.hooks.RemovableHandle]:
         for name, router in routers.items():
+
             def count(module: Any, _: Any, output: Any, name: str = name) -> None:
                 if trains(module):
                     counts = torch.bincount(routed(output)[1].flatten(), minlength=len(module.weight))
                     self._chosen[name] = self._chosen[name] + counts if name in self._chosen else counts
+
             yield router.register_forward_hook(count)
 
     def _drop(self, module: Any, *_: Any) -> None:
@@ -111,8 +123,11 @@ class ExpertCounts:
 
     def take(self) -> tuple[Tensor, int]:
         """(layers, experts) int64 since the last call, and copies that were dropped; no rows without routers."""
-        chosen = torch.stack([self._chosen[name] for name in self.names]) if self._chosen else torch.zeros(
-            0, 0, dtype=torch.long)
+        chosen = (
+            torch.stack([self._chosen[name] for name in self.names])
+            if self._chosen
+            else torch.zeros(0, 0, dtype=torch.long)
+        )
         dropped = int(self._dropped)
         self._chosen, self._dropped = {}, torch.zeros((), dtype=torch.long)
         return chosen, dropped

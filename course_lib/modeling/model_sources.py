@@ -67,8 +67,10 @@ def local(folder: str | Path) -> Origin:
     if path.exists() and not path.is_dir():
         raise checkpoint_files.local_file(path)
     if not path.exists():
-        raise ModelError(f"model folder {folder} does not exist",
-                         "give a folder with config.json, a Hub name, or a preset: " + ", ".join(presets.NAMES))
+        raise ModelError(
+            f"model folder {folder} does not exist",
+            "give a folder with config.json, a Hub name, or a preset: " + ", ".join(presets.NAMES),
+        )
     checkpoint_files.check(path)
     return Origin(str(path), f"folder {folder}", {"local_files_only": True})
 
@@ -76,8 +78,10 @@ def local(folder: str | Path) -> Origin:
 def refuse_revision(config: ModelConfig, what: str) -> None:
     """Only a model on the Hub has revisions."""
     if config.revision:
-        raise ModelError(f"revision `{config.revision}` has no meaning for `{config.model}`, which is {what}",
-                         "leave it out, or give a Hub name")
+        raise ModelError(
+            f"revision `{config.revision}` has no meaning for `{config.model}`, which is {what}",
+            "leave it out, or give a Hub name",
+        )
 
 
 def _could_be_on_hub(name: str) -> bool:
@@ -94,24 +98,37 @@ def _check_on_hub(name: str, options: dict[str, Any], problem: str | None) -> No
     try:
         hf_hub_download(name, "config.json", **options)
     except GatedRepoError as error:
-        raise ModelError(f"model `{name}` is gated", f"accept its terms at {constants.ENDPOINT}/{name}, "
-                         "then run `hf auth login` or set HF_TOKEN") from error
+        raise ModelError(
+            f"model `{name}` is gated",
+            f"accept its terms at {constants.ENDPOINT}/{name}, then run `hf auth login` or set HF_TOKEN",
+        ) from error
     except RepositoryNotFoundError as error:
-        raise ModelError(f"model `{name}` is no preset, no local folder, and not on the Hub",
-                         f"{presets_hint} (a private model needs `hf auth login` or HF_TOKEN)") from error
+        raise ModelError(
+            f"model `{name}` is no preset, no local folder, and not on the Hub",
+            f"{presets_hint} (a private model needs `hf auth login` or HF_TOKEN)",
+        ) from error
     except RevisionNotFoundError as error:
-        raise ModelError(f"model `{name}` has no revision `{options['revision']}`",
-                         "give a branch, tag or commit, or leave it out for main") from error
+        raise ModelError(
+            f"model `{name}` has no revision `{options['revision']}`",
+            "give a branch, tag or commit, or leave it out for main",
+        ) from error
     except LocalEntryNotFoundError as error:
-        raise ModelError(f"model `{name}` is no preset, no local folder and not in the local cache, and the Hub "
-                         f"cannot be reached ({problem or error})", presets_hint) from error
+        raise ModelError(
+            f"model `{name}` is no preset, no local folder and not in the local cache, and the Hub "
+            f"cannot be reached ({problem or error})",
+            presets_hint,
+        ) from error
     except EntryNotFoundError as error:
         _refuse_adapter(name, options)
-        raise ModelError(f"`{name}` on the Hub has no config.json, so transformers cannot load it",
-                         "give a model in transformers' format") from error
+        raise ModelError(
+            f"`{name}` on the Hub has no config.json, so transformers cannot load it",
+            "give a model in transformers' format",
+        ) from error
     except (HfHubHTTPError, OSError) as error:
-        raise ModelError(f"model `{name}` could not be fetched from the Hub ({error})",
-                         "try again, or give a preset or a local folder") from error
+        raise ModelError(
+            f"model `{name}` could not be fetched from the Hub ({error})",
+            "try again, or give a preset or a local folder",
+        ) from error
 
 
 def _refuse_adapter(name: str, options: dict[str, Any]) -> None:

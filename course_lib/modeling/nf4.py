@@ -46,15 +46,21 @@ def quantize(weight: Tensor) -> Tensor:
     flat = weight.detach().float().flatten()
     rows = F.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     largest = rows.abs().amax(1)  # (blocks,)
-    codes = torch.bucketize(rows / largest.clamp(min=torch.finfo(torch.float32).tiny)[:, None],
-                            BETWEEN.to(rows.device)).view(-1, 2)
+    codes = torch.bucketize(
+        rows / largest.clamp(min=torch.finfo(torch.float32).tiny)[:, None], BETWEEN.to(rows.device)
+    ).view(-1, 2)
     mean = largest.mean()
     about = F.pad(largest - mean, (0, -largest.numel() % SCALES)).view(-1, SCALES)
     steps = about.abs().amax(1) / MAX8
     scales = (about / steps.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).to(torch.float8_e4m3fn)
-    return torch.cat([(16 * codes[:, 0] + codes[:, 1]).to(torch.uint8),
-                      scales.view(-1)[: largest.numel()].view(torch.uint8), steps.view(torch.uint8),
-                      mean.view(1).view(torch.uint8)])
+    return torch.cat(
+        [
+            (16 * codes[:, 0] + codes[:, 1]).to(torch.uint8),
+            scales.view(-1)[: largest.numel()].view(torch.uint8),
+            steps.view(torch.uint8),
+            mean.view(1).view(torch.uint8),
+        ]
+    )
 
 
 def dequantize(packed: Tensor, shape: torch.Size) -> Tensor:

@@ -39,8 +39,13 @@ TINY: Mapping[str, Preset] = {
     "tiny-bert": Preset(
         "bert",
         {"num_hidden_layers": 4, "hidden_size": 192, "num_attention_heads": 4, "intermediate_size": 768},
-        {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
-         "mask_token": "[MASK]"},
+        {
+            "pad_token": "[PAD]",
+            "unk_token": "[UNK]",
+            "cls_token": "[CLS]",
+            "sep_token": "[SEP]",
+            "mask_token": "[MASK]",
+        },
     ),
     "tiny-gpt2": Preset(
         "gpt2",
@@ -49,20 +54,42 @@ TINY: Mapping[str, Preset] = {
     ),
     "tiny-llama": Preset(
         "llama",
-        {"num_hidden_layers": 4, "hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "intermediate_size": 512, "tie_word_embeddings": True},
+        {
+            "num_hidden_layers": 4,
+            "hidden_size": 192,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 512,
+            "tie_word_embeddings": True,
+        },
         LLAMAS_TOKENS,
     ),
     "tiny-olmoe": Preset(
         "olmoe",
-        {"num_hidden_layers": 4, "hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 4,
-         "intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+        {
+            "num_hidden_layers": 4,
+            "hidden_size": 192,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "intermediate_size": 64,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": True,
+        },
         LLAMAS_TOKENS,
     ),
     "tiny-mixtral": Preset(
         "mixtral",
-        {"num_hidden_layers": 4, "hidden_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": True},
+        {
+            "num_hidden_layers": 4,
+            "hidden_size": 192,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 128,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "tie_word_embeddings": True,
+        },
         LLAMAS_TOKENS,
     ),
 }
@@ -87,8 +114,14 @@ def build(name: str, texts: Iterable[str], max_length: int) -> tuple[PreTrainedC
     trained = (_train_wordpiece if preset.wordpiece else _train_byte_bpe)(preset, texts)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, model_max_length=positions, **preset.special_tokens)
     config = AutoConfig.for_model(
-        preset.model_type, **preset.sizes, vocab_size=len(tokenizer), max_position_embeddings=positions,
-        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+        preset.model_type,
+        **preset.sizes,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=positions,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     return config, tokenizer
 
 
@@ -98,13 +131,20 @@ def _train_byte_bpe(preset: Preset, texts: Sequence[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = list(dict.fromkeys(preset.special_tokens.values()))
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE, special_tokens=special, show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY_SIZE,
+            special_tokens=special,
+            show_progress=False,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        ),
+    )
     if preset.special_tokens is LLAMAS_TOKENS:
         bos = preset.special_tokens["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tokenizer.token_to_id(bos))])
+            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
     return tokenizer
 
 
@@ -121,9 +161,16 @@ def _train_wordpiece(preset: Preset, texts: Sequence[str]) -> Tokenizer:
     counts = Counter(char for text in texts for char in text if not char.isspace())
     alphabet = sorted(sorted(counts, key=lambda char: (-counts[char], char))[:ALPHABET_SIZE])
     trained = _bert_tokenizer({}, [])
-    trained.train_from_iterator(texts, trainers.WordPieceTrainer(
-        vocab_size=VOCABULARY_SIZE, special_tokens=[*special, *(f"##{char}" for char in alphabet)],
-        initial_alphabet=alphabet, limit_alphabet=len(alphabet), show_progress=False))
+    trained.train_from_iterator(
+        texts,
+        trainers.WordPieceTrainer(
+            vocab_size=VOCABULARY_SIZE,
+            special_tokens=[*special, *(f"##{char}" for char in alphabet)],
+            initial_alphabet=alphabet,
+            limit_alphabet=len(alphabet),
+            show_progress=False,
+        ),
+    )
     return _bert_tokenizer(trained.get_vocab(with_added_tokens=True), special)
 
 
@@ -136,5 +183,6 @@ def _bert_tokenizer(vocabulary: dict[str, int], special: list[str]) -> Tokenizer
     if special:
         ends = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
         tokenizer.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends)
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
+        )
     return tokenizer

@@ -37,8 +37,10 @@ class SlicedWeights:
         self.file_of: dict[str, Path] = {}
         for file in checkpoint_files.check(folder):
             if file.suffix != ".safetensors":
-                raise ModelError(f"{file} is read whole or not at all", "save the model as safetensors, in shards: "
-                                 'save_pretrained(DIR, max_shard_size="5GB")')
+                raise ModelError(
+                    f"{file} is read whole or not at all",
+                    'save the model as safetensors, in shards: save_pretrained(DIR, max_shard_size="5GB")',
+                )
             with safe_open(str(file), framework="pt") as opened:
                 self.file_of |= dict.fromkeys(opened.keys(), file)
 
@@ -49,8 +51,10 @@ class SlicedWeights:
             ModelError: no such tensor.
         """
         if name not in self.file_of:
-            raise ModelError(f"the weights of `{self.folder}` lack {name}", "give the folder of a whole model, which "
-                             "save_pretrained wrote")
+            raise ModelError(
+                f"the weights of `{self.folder}` lack {name}",
+                "give the folder of a whole model, which save_pretrained wrote",
+            )
         with safe_open(str(self.file_of[name]), framework="pt") as opened:
             tensor = opened.get_slice(name)
             shape = tensor.get_shape()

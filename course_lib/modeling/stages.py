@@ -67,13 +67,18 @@ class Split:
 
     def __str__(self) -> str:
         total = sum(self.costs)
-        lines = [f"stage {stage}: {units[0]}{f' to {units[-1]}' if len(units) > 1 else ''}, {cost / total:.1%} of "
-                 f"{self.measure}" for stage, cost in enumerate(self.stage_costs) for units in [self.units_of(stage)]]
+        lines = [
+            f"stage {stage}: {units[0]}{f' to {units[-1]}' if len(units) > 1 else ''}, {cost / total:.1%} of "
+            f"{self.measure}"
+            for stage, cost in enumerate(self.stage_costs)
+            for units in [self.units_of(stage)]
+        ]
         return "\n".join([*lines, f"the largest stage has {self.excess:.1%} more than the mean"])
 
 
-def split_evenly(model: nn.Module, stages: int, by: str = "flops", length: int = 128,
-                 device: torch.device | None = None) -> Split:
+def split_evenly(
+    model: nn.Module, stages: int, by: str = "flops", length: int = 128, device: torch.device | None = None
+) -> Split:
     """Cut a model so that the dearest stage costs least; embeddings and head count too.
 
     Args:
@@ -140,8 +145,10 @@ def parse_spec(text: str) -> dict[str, str]:
     pairs = [part.strip().rpartition(":") for part in text.split(",") if part.strip()]
     for name, colon, where in pairs:
         if not (name and colon and where):
-            raise ConfigError(f"split_spec has `{name or where}`, and a place is BLOCK:end or BLOCK:beginning",
-                              "write transformer.h.5:end,transformer.h.8:beginning")
+            raise ConfigError(
+                f"split_spec has `{name or where}`, and a place is BLOCK:end or BLOCK:beginning",
+                "write transformer.h.5:end,transformer.h.8:beginning",
+            )
     return {name.strip(): where.strip() for name, _, where in pairs}
 
 
@@ -206,8 +213,10 @@ class Through(nn.Module):
         super().__init__()
         self.returns = returns
         if replaced is not None:
-            vars(self).update({name: value for name, value in vars(replaced).items()
-                               if isinstance(value, str | int | float | None)} | vars(self))
+            vars(self).update(
+                {name: value for name, value in vars(replaced).items() if isinstance(value, str | int | float | None)}
+                | vars(self)
+            )
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
         return (hidden, *[None] * (self.returns - 1)) if self.returns else hidden
@@ -233,8 +242,9 @@ def _stage(model: nn.Module, units: Sequence[str], layout: Layout | None = None)
     layout, prefix = layout or _layout(model), f"{model.base_model_prefix}."
     first, last = EMBEDDINGS in units, HEAD in units
     received = Received()
-    replaced: dict[str, nn.Module] = {name: Through(block, layout.returns) for name, block in blocks(model).items()
-                                      if name not in units}
+    replaced: dict[str, nn.Module] = {
+        name: Through(block, layout.returns) for name, block in blocks(model).items() if name not in units
+    }
     if not first:
         replaced[prefix + layout.embedding] = received
         replaced |= {prefix + name: Nothing() for name in layout.added}
@@ -303,6 +313,8 @@ def _no_block(model: nn.Module, name: str, names: Sequence[str]) -> tuple[str, s
     if around:
         return f"{kind} cannot be cut at {name}: it lies within {around}", f"cut at {around}, before or after it"
     if name in dict(model.named_modules()):
-        return (f"{kind} cannot be cut at {name}: it is no block",
-                f"cut at {names[0]} (beginning) to {names[-1]} (end)")
+        return (
+            f"{kind} cannot be cut at {name}: it is no block",
+            f"cut at {names[0]} (beginning) to {names[-1]} (end)",
+        )
     return f"{kind} has no module {name}", nearest(name, names) or f"its blocks are {names[0]} to {names[-1]}"

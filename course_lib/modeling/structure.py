@@ -34,8 +34,9 @@ def layout_of(model: nn.Module, chained: ChainedLogits) -> Layout:
     """
     name, kind = type(model).__name__, getattr(getattr(model, "config", None), "model_type", None)
     if not isinstance(kind, str) or not hasattr(model, "base_model"):
-        raise ConfigError(f"{name} cannot be cut into stages: it is no model of transformers",
-                          "write its stages as modules by hand")
+        raise ConfigError(
+            f"{name} cannot be cut into stages: it is no model of transformers", "write its stages as modules by hand"
+        )
     if model.base_model is model:
         raise ConfigError(f"{name} cannot be cut into stages: it has no head", "use the model for a task")
     if kind in LAYOUTS:
@@ -67,40 +68,48 @@ def _look(model: nn.Module, name: str, batch: dict[str, Tensor]) -> tuple[Layout
     prefix, names = f"{model.base_model_prefix}.", list(blocks(model))
     stacks = {block.rpartition(".")[0] for block in names}
     if len(stacks) > 1 or getattr(model.config, "is_encoder_decoder", False):
-        raise ConfigError(f"{name} cannot be cut into stages: it has several stacks of blocks",
-                          "use --training_type accelerated")
+        raise ConfigError(
+            f"{name} cannot be cut into stages: it has several stacks of blocks", "use --training_type accelerated"
+        )
     (stack,) = stacks
     if not stack.startswith(prefix):
-        raise ConfigError(f"{name} cannot be cut into stages: its blocks are not in its base model",
-                          "use --training_type accelerated")
+        raise ConfigError(
+            f"{name} cannot be cut into stages: its blocks are not in its base model", "use --training_type accelerated"
+        )
     beside = _beside(base, stack.removeprefix(prefix))
     calls: list[tuple[str, bool, bool]] = []  # what was called; whether it took ids, and handed hidden states on
     of_block: list[int] = []  # how many things it returned in a tuple
     first_block = model.get_submodule(names[0])
     with contextlib.ExitStack() as hooks:
         for path, module in [*beside.items(), ("", first_block)]:
+
             def note(_: Any, args: Any, output: Any, path: str = path) -> None:
                 plain = bool(args) and isinstance(args[0], Tensor) and isinstance(output, Tensor)
                 floating = plain and args[0].is_floating_point()
                 calls.append((path, plain and not floating, floating))
                 if not path:
                     of_block.append(len(output) if isinstance(output, tuple) else 0)
+
             handle = module.register_forward_hook(note)
             hooks.callback(handle.remove)
         logits = model(**batch).logits
     order = [path for path, *_ in calls]
     if "" not in order:
-        raise ConfigError(f"{name} cannot be cut into stages: it does not call its blocks as modules",
-                          "use --training_type accelerated")
+        raise ConfigError(
+            f"{name} cannot be cut into stages: it does not call its blocks as modules",
+            "use --training_type accelerated",
+        )
     begin = order.index("")
     token = next(path for path, module in base.named_modules() if module is base.get_input_embeddings())
     embedding = next(path for path in beside if f"{token}.".startswith(f"{path}."))
     before = [call for call in calls[:begin] if call[0] != embedding]
     return Layout(
-        embedding, added=tuple(path for path, ids, _ in before if ids),
+        embedding,
+        added=tuple(path for path, ids, _ in before if ids),
         front=tuple(path for path, _, hands_on in before if hands_on),
         back=tuple(path for path, _, hands_on in calls[begin + 1 :] if path and hands_on),
-        returns=of_block[0]), logits
+        returns=of_block[0],
+    ), logits
 
 
 def _beside(base: nn.Module, stack: str) -> dict[str, nn.Module]:

@@ -11,8 +11,9 @@ BEFORE = ("module.", "model.", "_forward_module.", "net.")
 """What DDP, Lightning and others put before all names: enough to go by where a head alone is missing."""
 
 
-def own_names(missing: Collection[str], unexpected: Iterable[str], body: str,
-              tied: Mapping[str, str]) -> dict[str, str]:
+def own_names(
+    missing: Collection[str], unexpected: Iterable[str], body: str, tied: Mapping[str, str]
+) -> dict[str, str]:
     """What to replace in a file's names so that they are the model's; nothing where that would find no weight.
 
     Args:
@@ -27,8 +28,14 @@ def own_names(missing: Collection[str], unexpected: Iterable[str], body: str,
     for name in unexpected:
         plain, count = re.subn(WITHIN, "", name)
         parts = plain.split(".")
-        cut = next((cut for cut in range(len(parts) - 1) if (rest := ".".join(parts[cut:])) in wanted
-                    or tied.get(rest) in wanted), None)
+        cut = next(
+            (
+                cut
+                for cut in range(len(parts) - 1)
+                if (rest := ".".join(parts[cut:])) in wanted or tied.get(rest) in wanted
+            ),
+            None,
+        )
         if cut is None:
             continue
         wrappers = max(wrappers, count)
@@ -43,8 +50,9 @@ def own_names(missing: Collection[str], unexpected: Iterable[str], body: str,
     return within | ({rf"^{re.escape(prefix)}": ""} if prefix else {}) | ends
 
 
-def misfit(missing: Collection[str], unexpected: Collection[str], mismatched: Collection[tuple[Any, ...]],
-           body: str) -> tuple[str, str] | None:
+def misfit(
+    missing: Collection[str], unexpected: Collection[str], mismatched: Collection[tuple[Any, ...]], body: str
+) -> tuple[str, str] | None:
     """Why a file is not of the model that its config describes, and what to do; None where it is.
 
     Args:
@@ -55,17 +63,23 @@ def misfit(missing: Collection[str], unexpected: Collection[str], mismatched: Co
     """
     if shapes := sorted((key, *rest) for key, *rest in mismatched if _of_body([key], body)):
         key, theirs, ours = shapes[0][:3]
-        return (f"{len(shapes)} are of another shape, first {key}, {list(theirs)} in the file and {list(ours)} by "
-                "config.json", "give the weights the config.json that they were saved with")
+        return (
+            f"{len(shapes)} are of another shape, first {key}, {list(theirs)} in the file and {list(ours)} by "
+            "config.json",
+            "give the weights the config.json that they were saved with",
+        )
     absent = _of_body(missing, body)
     if not absent:
         return None
     what = f"{len(absent)} are missing, first {absent[0]}"
     if 2 * len(unexpected) >= len(absent):
-        return (f"{what}, and the file has names such as {min(unexpected)}",
-                "give the config.json of the architecture that they are of, or rename them in the file")
-    return what, ("give the config.json that they were saved with, or copy or download them again: there are fewer "
-                  "than it says")
+        return (
+            f"{what}, and the file has names such as {min(unexpected)}",
+            "give the config.json of the architecture that they are of, or rename them in the file",
+        )
+    return what, (
+        "give the config.json that they were saved with, or copy or download them again: there are fewer than it says"
+    )
 
 
 def _of_body(names: Iterable[str], body: str) -> list[str]:

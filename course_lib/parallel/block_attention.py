@@ -61,8 +61,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float
     return (weights @ value[:, :, None].to(wide)).view_as(query), log_sum.flatten(1, 2)
 
 
-def attend_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor,
-                    block: Block, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    block: Block,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """What one block adds to the gradients.
 
     Args:
@@ -124,7 +132,8 @@ class PartialAttention:
         for queries, keys, block in blocks:
             partial, sums = attend(self.query[:, :, queries], key[:, :, keys], value[:, :, keys], block, self.scale)
             self.output[:, :, queries], self.log_sum[:, :, queries] = merge(
-                self.output[:, :, queries], self.log_sum[:, :, queries], partial, sums)
+                self.output[:, :, queries], self.log_sum[:, :, queries], partial, sums
+            )
 
 
 class PartialGradients:
@@ -149,8 +158,15 @@ class PartialGradients:
         for queries, keys, block in blocks:
             gradient, query = (tensor[:, :, queries] for tensor in self.of_output)
             of_query, of_key, of_value = attend_backward(
-                gradient, query, key[:, :, keys], value[:, :, keys], self.output[:, :, queries],
-                self.log_sum[:, :, queries], block, self.scale)
+                gradient,
+                query,
+                key[:, :, keys],
+                value[:, :, keys],
+                self.output[:, :, queries],
+                self.log_sum[:, :, queries],
+                block,
+                self.scale,
+            )
             self.of_query[:, :, queries] += of_query
             share[0][:, :, keys] += of_key
             share[1][:, :, keys] += of_value
@@ -163,7 +179,8 @@ def has_kernel(query: Tensor, block: Block) -> bool:
         return False
     half = query.dtype in (torch.float16, torch.bfloat16)
     return query.device.type == "cpu" or (
-        query.device.type == "cuda" and half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256)
+        query.device.type == "cuda" and half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    )
 
 
 def _flash(query: Tensor) -> torch._ops.OpOverloadPacket:
@@ -173,8 +190,16 @@ def _flash(query: Tensor) -> torch._ops.OpOverloadPacket:
     return aten._scaled_dot_product_flash_attention
 
 
-def _flash_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sum: Tensor,
-                    block: Block, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
+    block: Block,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     given = (gradient.contiguous(), *_for_kernel(query, key, value), output, log_sum.contiguous())
     if query.device.type == "cpu":
         given = tuple(tensor.to(log_sum.dtype) for tensor in given)
@@ -182,7 +207,8 @@ def _flash_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor,
     else:  # cumulative lengths are for packed rows, and a seed for dropout: neither is here
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
         gradients = aten._scaled_dot_product_flash_attention_backward(
-            *given, None, None, query.shape[2], key.shape[2], 0.0, block.diagonal, seed, seed[:0], scale=scale)
+            *given, None, None, query.shape[2], key.shape[2], 0.0, block.diagonal, seed, seed[:0], scale=scale
+        )
     of_query, of_key, of_value = gradients
     return of_query, *(part.unflatten(1, (key.shape[1], -1)).sum(2) for part in (of_key, of_value))
 

@@ -30,8 +30,10 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
         if len(kinds) == 1 and kinds.isdisjoint((nn.ModuleList, nn.ModuleDict)):  # nobody calls a list itself
             members |= {f"{name}.{i}" if name else str(i): member for i, member in enumerate(module)}
     if not members:
-        raise ConfigError(f"{type(model).__name__} has no nn.ModuleList of like blocks",
-                          "name the modules to shard by themselves with units=")
+        raise ConfigError(
+            f"{type(model).__name__} has no nn.ModuleList of like blocks",
+            "name the modules to shard by themselves with units=",
+        )
     return members
 
 
@@ -44,8 +46,10 @@ def check_disjoint(units: Collection[nn.Module]) -> None:
     for unit in units:
         for inner in unit.modules():
             if inner is not unit and inner in units:
-                raise ConfigError(f"unit {type(inner).__name__} lies within unit {type(unit).__name__}",
-                                  "name units that don't overlap")
+                raise ConfigError(
+                    f"unit {type(inner).__name__} lies within unit {type(unit).__name__}",
+                    "name units that don't overlap",
+                )
 
 
 def owners(model: nn.Module, units: Collection[nn.Module]) -> dict[nn.Parameter, nn.Module]:

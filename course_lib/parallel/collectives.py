@@ -36,9 +36,14 @@ from course_lib.errors import ConfigError
 from course_lib.parallel.groups import device_of
 
 COMBINE: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
-    ReduceOp.SUM: torch.add, ReduceOp.AVG: torch.add, ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MAX: torch.maximum, ReduceOp.MIN: torch.minimum,
-    ReduceOp.BAND: torch.bitwise_and, ReduceOp.BOR: torch.bitwise_or, ReduceOp.BXOR: torch.bitwise_xor,
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
 }
 """How two ranks' tensors become one. A sum of booleans is their `or`, as in torch."""
 
@@ -66,8 +71,12 @@ def all_reduce(tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: dis
     _copy_back(whole, tensor)
 
 
-def reduce_scatter(output: Tensor, input_list: Sequence[Tensor], op: ReduceOp.RedOpType = ReduceOp.SUM,
-                   group: dist.ProcessGroup | None = None) -> None:
+def reduce_scatter(
+    output: Tensor,
+    input_list: Sequence[Tensor],
+    op: ReduceOp.RedOpType = ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Combine the ranks' lists of N tensors, and leave rank i the i-th of the result, by a ring.
 
     Unlike torch's, the tensors of a list may differ in shape. The list stays as it was.
@@ -117,12 +126,18 @@ def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, group: dist.Proces
     # --- around the ring, N - 1 steps ---
     # Each rank passes on what it received last, so step s brings the tensor of the rank s before it. Nothing is added.
     for step in range(1, ranks):
-        _exchange(tensor_list[(rank - step + 1) % ranks], (rank + 1) % ranks,
-                  tensor_list[(rank - step) % ranks], (rank - 1) % ranks, group)
+        _exchange(
+            tensor_list[(rank - step + 1) % ranks],
+            (rank + 1) % ranks,
+            tensor_list[(rank - step) % ranks],
+            (rank - 1) % ranks,
+            group,
+        )
 
 
-def all_to_all(output_list: Sequence[Tensor], input_list: Sequence[Tensor],
-               group: dist.ProcessGroup | None = None) -> None:
+def all_to_all(
+    output_list: Sequence[Tensor], input_list: Sequence[Tensor], group: dist.ProcessGroup | None = None
+) -> None:
     """Send tensor i to rank i, and receive one from every rank, in rounds of pairs. gloo has only the ``_single`` one.
 
     Args:
@@ -191,8 +206,10 @@ def _position(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This rank's number in the group, and how many ranks the group has."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
-        raise ConfigError(f"rank {dist.get_rank()} called a collective of a group that it is not in",
-                          "call it on the group's ranks only")
+        raise ConfigError(
+            f"rank {dist.get_rank()} called a collective of a group that it is not in",
+            "call it on the group's ranks only",
+        )
     return rank, ranks
 
 
@@ -206,8 +223,11 @@ def _check_lists(name: str, ranks: int, *lists: Sequence[Tensor]) -> None:
 def _check_fit(name: str, rank: int, listed: Tensor, own: Tensor) -> None:
     """Refuse a list whose tensor for this rank is unlike the one that it is copied to or from."""
     if listed.shape != own.shape or listed.dtype != own.dtype:
-        raise ConfigError(f"{name} on rank {rank}: tensor {rank} of the list is {tuple(listed.shape)} {listed.dtype}, "
-                          f"and the other {tuple(own.shape)} {own.dtype}", "give both the same shape and dtype")
+        raise ConfigError(
+            f"{name} on rank {rank}: tensor {rank} of the list is {tuple(listed.shape)} {listed.dtype}, "
+            f"and the other {tuple(own.shape)} {own.dtype}",
+            "give both the same shape and dtype",
+        )
 
 
 def _exchange(sent: Tensor, to: int, received: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
@@ -220,8 +240,10 @@ def _exchange(sent: Tensor, to: int, received: Tensor, source: int, group: dist.
     buffers = [sent.contiguous(), receive_buffer]
     if sent.is_cuda:
         buffers = [buffer if buffer.numel() else buffer.new_empty(1, dtype=torch.uint8) for buffer in buffers]
-    messages = [dist.P2POp(dist.isend, buffers[0], group=group, group_peer=to),
-                dist.P2POp(dist.irecv, buffers[1], group=group, group_peer=source)]
+    messages = [
+        dist.P2POp(dist.isend, buffers[0], group=group, group_peer=to),
+        dist.P2POp(dist.irecv, buffers[1], group=group, group_peer=source),
+    ]
     messages = [message for message in messages if message.tensor.numel()]
     # Both at once: were all ranks to send first, each would wait for a receiver that is sending, too.
     for work in dist.batch_isend_irecv(messages) if messages else []:

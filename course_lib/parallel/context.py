@@ -39,9 +39,18 @@ TOKENS = 2
 """Dimension of the tokens in (rows, heads, tokens, width)."""
 
 
-def context_attention(query: Tensor, key: Tensor, value: Tensor, *, method: Method = "ring", causal: bool = True,
-                      zigzag: bool = False, documents: Tensor | None = None, group: Group = None,
-                      scale: float | None = None) -> Tensor:
+def context_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    method: Method = "ring",
+    causal: bool = True,
+    zigzag: bool = False,
+    documents: Tensor | None = None,
+    group: Group = None,
+    scale: float | None = None,
+) -> Tensor:
     """Attention of this rank's queries to the keys and values of all ranks' tokens; differentiable.
 
     Args:
@@ -63,8 +72,9 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, *, method: Meth
     if method not in METHODS:
         raise ConfigError(f"unknown method {method!r} of context parallelism", f"use {', '.join(METHODS)}")
     if query.shape[1] % key.shape[1]:
-        raise ConfigError(f"{query.shape[1]} heads cannot share {key.shape[1]} key heads evenly",
-                          "give a multiple of the key heads")
+        raise ConfigError(
+            f"{query.shape[1]} heads cannot share {key.shape[1]} key heads evenly", "give a multiple of the key heads"
+        )
     layout = SequenceLayout(query.shape[TOKENS] * dist.get_world_size(group), dist.get_world_size(group), zigzag)
     everywhere = None if documents is None else gathered(documents, group, 1).chunk(layout.ranks, 1)
     sight = Sight(layout, causal, everywhere)
@@ -101,8 +111,10 @@ class _OfAllRanks(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple:  # type: ignore[override]
         query, key, value, result, log_sum = ctx.saved_tensors
         gradients = PartialGradients(gradient, query, result, log_sum, ctx.scale)
-        shares = [gradients.add(keys, values, ctx.sight.blocks(ctx.rank, owner))
-                  for owner, (keys, values) in enumerate(_by_rank(ctx.sight, key, value))]
+        shares = [
+            gradients.add(keys, values, ctx.sight.blocks(ctx.rank, owner))
+            for owner, (keys, values) in enumerate(_by_rank(ctx.sight, key, value))
+        ]
         of_key, of_value = (torch.cat(parts, TOKENS) for parts in zip(*shares, strict=True))
         return gradients.of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
 
@@ -111,8 +123,7 @@ def _by_rank(sight: Sight, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor,
     return zip(*(tensor.chunk(sight.layout.ranks, TOKENS) for tensor in (key, value)), strict=True)
 
 
-def _with_some_heads(query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: Group,
-                     scale: float) -> Tensor:
+def _with_some_heads(query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: Group, scale: float) -> Tensor:
     """Exchange tokens for heads, attend to whole sequences with a few heads, and exchange back."""
     ranks, heads, key_heads = sight.layout.ranks, query.shape[1], key.shape[1]
     if heads % ranks:
@@ -132,8 +143,9 @@ def _with_some_heads(query: Tensor, key: Tensor, value: Tensor, sight: Sight, gr
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, documents: Tensor | None, scale: float) -> Tensor:
     """torch's attention to whole sequences, in their order."""
-    attention = functools.partial(F.scaled_dot_product_attention, query, key, value, scale=scale,
-                                  enable_gqa=query.shape[1] != key.shape[1])
+    attention = functools.partial(
+        F.scaled_dot_product_attention, query, key, value, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
     if documents is None:
         return attention(is_causal=causal)
     mask = ((documents[:, :, None] == documents[:, None]) & (documents != NOWHERE)[:, :, None])[:, None]
@@ -172,8 +184,17 @@ def _to_tokens(tensor: Tensor, group: Group) -> Tensor:
     return _Swap.apply(tensor, TOKENS, 1, group)
 
 
-def bytes_sent(method: Method, ranks: int, rows: int, heads: int, key_heads: int, tokens: int, width: int,
-               itemsize: int, backward: bool = False) -> int:
+def bytes_sent(
+    method: Method,
+    ranks: int,
+    rows: int,
+    heads: int,
+    key_heads: int,
+    tokens: int,
+    width: int,
+    itemsize: int,
+    backward: bool = False,
+) -> int:
     """What a rank sends in one forward, or one backward, without documents.
 
     Args:

@@ -108,10 +108,17 @@ class DataParallel(nn.Module):
             is sent.
     """
 
-    def __init__(self, module: nn.Module, *, group: dist.ProcessGroup | None = None,
-                 groups: Mapping[nn.Parameter, dist.ProcessGroup] | None = None,
-                 bucket_bytes: int = 25 * 2**20, first_bucket_bytes: int = 2**20, find_unused_parameters: bool = False,
-                 communication_hook: Callable[[Bucket], ReductionHandle] = sum_gradients):
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        group: dist.ProcessGroup | None = None,
+        groups: Mapping[nn.Parameter, dist.ProcessGroup] | None = None,
+        bucket_bytes: int = 25 * 2**20,
+        first_bucket_bytes: int = 2**20,
+        find_unused_parameters: bool = False,
+        communication_hook: Callable[[Bucket], ReductionHandle] = sum_gradients,
+    ):
         super().__init__()
         check_kinds(module, "DataParallel", flat=False)
         check_ranks_agree(module, group)
@@ -124,15 +131,22 @@ class DataParallel(nn.Module):
 
         # --- all ranks begin alike: from then on the same gradients keep the weights alike, and none is sent again ---
         names, groups = names_of(module), groups or {}
-        held_by = {over: [p for p in names if groups.get(p, group) is over]
-                   for over in dict.fromkeys([group, *groups.values()])}
+        held_by = {
+            over: [p for p in names if groups.get(p, group) is over]
+            for over in dict.fromkeys([group, *groups.values()])
+        }
         for over, held in held_by.items():
             self._broadcast([*held, *(module.buffers() if over is group else ())], over)
 
         # --- buckets: they are sent in this order; a gradient that backward makes early leaves early ---
         order = {p: place for place, p in enumerate(self.bucket_order([p for p in names if p.requires_grad]))}
-        in_groups = [(parameters, over) for over, held in held_by.items() for parameters in in_buckets(
-            sorted((p for p in held if p in order), key=order.__getitem__), first_bucket_bytes, bucket_bytes)]
+        in_groups = [
+            (parameters, over)
+            for over, held in held_by.items()
+            for parameters in in_buckets(
+                sorted((p for p in held if p in order), key=order.__getitem__), first_bucket_bytes, bucket_bytes
+            )
+        ]
         in_groups.sort(key=lambda bucket: order[bucket[0][-1]])  # by when backward fills them, whatever their ranks
         self.buckets = [Bucket({names[p]: p for p in parameters}, over) for parameters, over in in_groups]
         self._sent = 0  # buckets sent in this backward; all ranks send them in the same order
@@ -188,8 +202,10 @@ class DataParallel(nn.Module):
             self._backward_runs = True
             Variable._execution_engine.queue_callback(self._finish)
         if name not in bucket.missing:
-            raise CourseError(f"the gradient of `{name}` came twice in one backward, or an earlier backward raised",
-                              "checkpoint with use_reentrant=False; wrap the model anew after an error")
+            raise CourseError(
+                f"the gradient of `{name}` came twice in one backward, or an earlier backward raised",
+                "checkpoint with use_reentrant=False; wrap the model anew after an error",
+            )
         # --- phase 2: into the bucket, divided by N; when it is full it leaves, and backward goes on ---
         # Divided before the sum, not after it: in low precision the sum of N gradients may overflow.
         bucket.missing.remove(name)
@@ -244,8 +260,9 @@ class DataParallel(nn.Module):
         """Those of the parameters that this rank did not use which another rank did; a collective call."""
         names = [name for bucket in self.buckets for name in bucket.views]
         # (P,) of bytes, P parameters: 1 where this rank used one. The largest is 1 if any rank did.
-        used = torch.tensor([name not in unused for name in names], dtype=torch.uint8,
-                            device=self.buckets[0].flat.device)
+        used = torch.tensor(
+            [name not in unused for name in names], dtype=torch.uint8, device=self.buckets[0].flat.device
+        )
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self.group)
         return [name for name, somewhere in zip(names, used.tolist(), strict=True) if somewhere and name in unused]
 
@@ -258,7 +275,8 @@ class DataParallel(nn.Module):
             names = list(bucket.views)
             raise RuntimeError(
                 f"rank {dist.get_rank()} waited for the gradients of `{names[0]}` to `{names[-1]}`, and not every rank "
-                f"sent them: one died, skipped a backward, or ran it under no_sync ({error})") from error
+                f"sent them: one died, skipped a backward, or ran it under no_sync ({error})"
+            ) from error
         bucket.work = None
 
     @torch.no_grad()
@@ -271,8 +289,9 @@ class DataParallel(nn.Module):
                 tensor.copy_(values.view(tensor.shape))
 
 
-def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None,
-                      bucket_bytes: int = 25 * 2**20) -> None:
+def average_gradients(
+    parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None = None, bucket_bytes: int = 25 * 2**20
+) -> None:
     """Replace gradients by their mean over a group, in buckets, after the last backward.
 
     For where backwards come in pieces and none is the last by itself, as in a pipeline; :class:`DataParallel` sends

@@ -116,8 +116,16 @@ def plan(chosen: Tensor, experts: int, capacity_factor: float | None = None, gro
     # What arrives is in the order of ranks, and within it of experts: (ranks, own experts) -> by expert, then by rank.
     expert_of = torch.arange(here.numel(), device=here.device).remainder(here.shape[1]).repeat_interleave(arriving)
     sent, received, per_expert = counts.view(ranks, -1).sum(1), here.sum(1), here.sum(0)
-    return Dispatch(tokens, order, sent.tolist(), received.tolist(), expert_of.argsort(stable=True),
-                    per_expert.tolist(), tokens * k - len(order), group)
+    return Dispatch(
+        tokens,
+        order,
+        sent.tolist(),
+        received.tolist(),
+        expert_of.argsort(stable=True),
+        per_expert.tolist(),
+        tokens * k - len(order),
+        group,
+    )
 
 
 def capacity(tokens: int, k: int, experts: int, factor: float) -> int:

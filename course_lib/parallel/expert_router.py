@@ -67,13 +67,20 @@ class TopKRouter(nn.Module):
         ConfigError: k is not between 1 and the number of experts.
     """
 
-    def __init__(self, width: int, experts: int, k: int, scoring: Scoring = "before", normalized: bool = False,
-                 with_bias: bool = False):
+    def __init__(
+        self,
+        width: int,
+        experts: int,
+        k: int,
+        scoring: Scoring = "before",
+        normalized: bool = False,
+        with_bias: bool = False,
+    ):
         super().__init__()
         if not 1 <= k <= experts:
             raise ConfigError(f"a token cannot go to {k} of {experts} experts", f"choose 1 to {experts}")
         self.k, self.scoring, self.normalized = k, scoring, normalized
-        self.weight = nn.Parameter(torch.randn(experts, width) * width ** -0.5)
+        self.weight = nn.Parameter(torch.randn(experts, width) * width**-0.5)
         self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(experts) if with_bias else None)
 
@@ -82,7 +89,8 @@ class TopKRouter(nn.Module):
         logits = F.linear(tokens, self.weight)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         scores = {"before": lambda: logits.softmax(-1), "after": lambda: logits, "sigmoid": logits.sigmoid}[
-            self.scoring]()
+            self.scoring
+        ]()
         favoured = scores if self.bias is None else scores + self.bias  # for the choice; the weights are without it
         experts = favoured.topk(self.k, -1).indices
         weights = scores.gather(1, experts)

@@ -58,8 +58,9 @@ def expert_groups(size: int, lines: Sequence[Sequence[int]] | None = None) -> Ex
     lines = lines or [range(ranks)]
     ranks = len(lines[0])
     if size < 1 or ranks % size:
-        raise ConfigError(f"{ranks} ranks cannot form groups of {size} that share the experts",
-                          f"use a size that divides {ranks}")
+        raise ConfigError(
+            f"{ranks} ranks cannot form groups of {size} that share the experts", f"use a size that divides {ranks}"
+        )
     sharing = [list(line[first : first + size]) for line in lines for first in range(0, ranks, size)]
     same = [list(line[place::size]) for line in lines for place in range(size)]
     # A rank makes the groups that it is not in, too: dist.new_group is a call of all ranks, in one order.
@@ -80,8 +81,8 @@ class Experts(nn.Module):
 
     def __init__(self, experts: int, width: int, inner: int, activation: Callable[[Tensor], Tensor] = F.silu):
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * inner, width) * width ** -0.5)
-        self.down_proj = nn.Parameter(torch.randn(experts, width, inner) * inner ** -0.5)
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * inner, width) * width**-0.5)
+        self.down_proj = nn.Parameter(torch.randn(experts, width, inner) * inner**-0.5)
         self.activation = activation
 
     def forward(self, tokens: Tensor, per_expert: list[int]) -> Tensor:
@@ -137,13 +138,21 @@ class MoELayer(nn.Module):
     routing: Routing
     load: Load
 
-    def __init__(self, router: TopKRouter, experts: Experts, group: Group = None, capacity_factor: float | None = None,
-                 shared: nn.Module | None = None):
+    def __init__(
+        self,
+        router: TopKRouter,
+        experts: Experts,
+        group: Group = None,
+        capacity_factor: float | None = None,
+        shared: nn.Module | None = None,
+    ):
         super().__init__()
         ranks, here, all_experts = dist.get_world_size(group), len(experts.gate_up_proj), len(router.weight)
         if here * ranks != all_experts:
-            raise ConfigError(f"{ranks} ranks with {here} experts each do not hold the router's {all_experts}",
-                              "use a number of experts that the ranks share evenly")
+            raise ConfigError(
+                f"{ranks} ranks with {here} experts each do not hold the router's {all_experts}",
+                "use a number of experts that the ranks share evenly",
+            )
         self.gate, self.experts, self.shared = router, experts, shared
         self.group, self.capacity_factor = group, capacity_factor
 
@@ -176,8 +185,9 @@ def average_gradients(model: nn.Module, groups: ExpertGroups) -> None:
     they sum: one whose tokens chose nobody here takes part all the same.
     """
     ranks = dist.get_world_size()
-    of_experts = {id(parameter) for module in model.modules() if isinstance(module, Experts)
-                  for parameter in module.parameters()}
+    of_experts = {
+        id(parameter) for module in model.modules() if isinstance(module, Experts) for parameter in module.parameters()
+    }
     for parameter in model.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:

@@ -63,10 +63,27 @@ class FullyShardedDataParallel(ShardedModule):
     strategy = "fsdp"
     unit_type = FlatParamGroup
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, *, units: Collection[nn.Module] | None = None,
-                 group: dist.ProcessGroup | None = None, reshard_after_forward: bool = True, prefetch: bool = True,
-                 param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
-                 filled_later: bool = False):
-        super().__init__(module, optimizer, units=units, group=group, reshard_after_forward=reshard_after_forward,
-                         prefetch=prefetch, param_dtype=param_dtype, reduce_dtype=reduce_dtype,
-                         filled_later=filled_later)
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        *,
+        units: Collection[nn.Module] | None = None,
+        group: dist.ProcessGroup | None = None,
+        reshard_after_forward: bool = True,
+        prefetch: bool = True,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        filled_later: bool = False,
+    ):
+        super().__init__(
+            module,
+            optimizer,
+            units=units,
+            group=group,
+            reshard_after_forward=reshard_after_forward,
+            prefetch=prefetch,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            filled_later=filled_later,
+        )

@@ -80,15 +80,19 @@ class Muon(Optimizer):
         ConfigError: a parameter in a group for Muon that is no matrix.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, momentum: float, betas: tuple[float, float],
-                 eps: float):
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": 0.0,
-                                  "muon": False})
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, lr: float, momentum: float, betas: tuple[float, float], eps: float
+    ):
+        super().__init__(
+            groups, {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": 0.0, "muon": False}
+        )
         for group in self.param_groups:
             for parameter in group["params"]:
                 if group["muon"] and parameter.ndim != 2:
-                    raise ConfigError(f"Muon of a parameter of shape {tuple(parameter.shape)}",
-                                      "give it matrices; AdamW trains all else")
+                    raise ConfigError(
+                        f"Muon of a parameter of shape {tuple(parameter.shape)}",
+                        "give it matrices; AdamW trains all else",
+                    )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -114,15 +118,18 @@ class Muon(Optimizer):
         """Loshchilov and Hutter, arXiv 1711.05101, algorithm 2."""
         state, (beta1, beta2) = self.state[weight], group["betas"]
         if not state:
-            state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(weight),
-                      "exp_avg_sq": torch.zeros_like(weight)}
+            state |= {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(weight),
+                "exp_avg_sq": torch.zeros_like(weight),
+            }
         state["step"] += 1
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         step = state["step"].item()
-        deviation = (state["exp_avg_sq"] / (1 - beta2 ** step)).sqrt_().add_(group["eps"])
+        deviation = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
         weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.addcdiv_(state["exp_avg"], deviation, value=-group["lr"] / (1 - beta1 ** step))
+        weight.addcdiv_(state["exp_avg"], deviation, value=-group["lr"] / (1 - beta1**step))
 
 
 def muon_groups(model: nn.Module, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -132,6 +139,9 @@ def muon_groups(model: nn.Module, groups: Iterable[dict[str, Any]]) -> list[dict
         ConfigError: the model has no blocks.
     """
     hidden = {parameter for block in blocks(model).values() for parameter in block.parameters() if parameter.ndim == 2}
-    parted = [group | {"params": [p for p in group["params"] if (p in hidden) == for_muon], "muon": for_muon}
-              for group in groups for for_muon in (True, False)]
+    parted = [
+        group | {"params": [p for p in group["params"] if (p in hidden) == for_muon], "muon": for_muon}
+        for group in groups
+        for for_muon in (True, False)
+    ]
     return [group for group in parted if group["params"]]

@@ -72,8 +72,9 @@ class Sight:
         return ((of_query == of_key) & (of_query != NOWHERE))[:, None, None]
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: Group = None,
-                   scale: float | None = None) -> Tensor:
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: Group = None, scale: float | None = None
+) -> Tensor:
     """Attention of this rank's queries to all ranks' keys and values; with its own backward.
 
     Sends, of blocks of 2 x key's bytes, N - 1 in the forward and N - 1 in the backward, and in the backward N blocks of
@@ -95,8 +96,9 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, sight: Sight, grou
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: Group,
-                scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sight: Sight, group: Group, scale: float
+    ) -> Tensor:
         ring, attention = Ring(group), PartialAttention(query, scale)
         block = torch.stack((key, value))  # (2, rows, key heads, tokens, width): one message
         for step in range(ring.ranks):
@@ -156,6 +158,8 @@ class Ring:
     def pass_on(self, tensor: Tensor) -> Coming:
         """Send to the next rank what the rank before sends the like of; both go together, or NCCL would lock up."""
         received = torch.empty_like(tensor)
-        messages = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=(self.rank + 1) % self.ranks),
-                    dist.P2POp(dist.irecv, received, group=self.group, group_peer=(self.rank - 1) % self.ranks)]
+        messages = [
+            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=(self.rank + 1) % self.ranks),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=(self.rank - 1) % self.ranks),
+        ]
         return Coming(received, dist.batch_isend_irecv(messages), tensor)

@@ -39,8 +39,10 @@ class SequenceLayout:
     def __post_init__(self) -> None:
         chunks = self.ranks * (1 + self.zigzag)
         if self.length % chunks:
-            raise ConfigError(f"a sequence of {self.length} tokens cannot be cut into {chunks} equal chunks",
-                              f"pad it to a multiple of {chunks}")
+            raise ConfigError(
+                f"a sequence of {self.length} tokens cannot be cut into {chunks} equal chunks",
+                f"pad it to a multiple of {chunks}",
+            )
 
     @property
     def chunk(self) -> int:
@@ -63,8 +65,11 @@ class SequenceLayout:
 
     def join(self, parts: Sequence[Tensor], dim: int) -> Tensor:
         """The whole from all ranks' parts, by rank."""
-        chunks = {start: chunk for rank, part in enumerate(parts)
-                  for start, chunk in zip(self.starts(rank), part.split(self.chunk, dim), strict=True)}
+        chunks = {
+            start: chunk
+            for rank, part in enumerate(parts)
+            for start, chunk in zip(self.starts(rank), part.split(self.chunk, dim), strict=True)
+        }
         return torch.cat([chunks[start] for start in sorted(chunks)], dim)
 
     def order(self, device: torch.device | str = "cpu") -> Tensor:

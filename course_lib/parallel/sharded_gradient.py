@@ -27,13 +27,25 @@ from course_lib.parallel.absence import zero_present_
 from course_lib.parallel.clipping import norm_dtype
 
 aten = torch.ops.aten
-IN_PLACE = {aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.clamp_.default,
-            aten.clamp_min_.default, aten.clamp_max_.default}
+IN_PLACE = {
+    aten.mul_.Tensor,
+    aten.mul_.Scalar,
+    aten.div_.Tensor,
+    aten.div_.Scalar,
+    aten.clamp_.default,
+    aten.clamp_min_.default,
+    aten.clamp_max_.default,
+}
 """What is done to each element by itself, with numbers: a piece is changed as the whole would be."""
-FOREACH = {aten._foreach_norm.Scalar: aten.linalg_vector_norm.default, aten._foreach_mul_.Tensor: aten.mul_.Tensor,
-           aten._foreach_mul_.Scalar: aten.mul_.Scalar, aten._foreach_div_.Tensor: aten.div_.Tensor,
-           aten._foreach_div_.Scalar: aten.div_.Scalar, aten._foreach_clamp_min_.Scalar: aten.clamp_min_.default,
-           aten._foreach_clamp_max_.Scalar: aten.clamp_max_.default}
+FOREACH = {
+    aten._foreach_norm.Scalar: aten.linalg_vector_norm.default,
+    aten._foreach_mul_.Tensor: aten.mul_.Tensor,
+    aten._foreach_mul_.Scalar: aten.mul_.Scalar,
+    aten._foreach_div_.Tensor: aten.div_.Tensor,
+    aten._foreach_div_.Scalar: aten.div_.Scalar,
+    aten._foreach_clamp_min_.Scalar: aten.clamp_min_.default,
+    aten._foreach_clamp_max_.Scalar: aten.clamp_max_.default,
+}
 """What ``foreach=True`` calls for many gradients at once, and what it is for each."""
 
 
@@ -65,8 +77,13 @@ class ShardedGradient(Tensor):
         return f"ShardedGradient({self.of!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, operator: Any, types: Any,  # type: ignore[override]  # torch's stub has no `cls`
-                           args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        cls,
+        operator: Any,
+        types: Any,  # type: ignore[override]  # torch's stub has no `cls`
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         given = kwargs or {}
         gradient = args[0] if args else None
         if operator in FOREACH:
@@ -85,9 +102,11 @@ class ShardedGradient(Tensor):
                 gradient.owner.change(gradient.of, lambda piece: operator(piece, *args[1:], **given))
                 return gradient
         named = next(a for a in tree_leaves((args, given)) if isinstance(a, cls))
-        raise ModelError(f"the gradient of `{named.of}` lies in pieces on all ranks, and {operator} wants its elements",
-                         "clip with nn.utils.clip_grad_norm_ or engine.clip_grad_norm_, take .norm() of it, or read "
-                         "this rank's piece in engine.pieces()[name].data.grad before engine.step()")
+        raise ModelError(
+            f"the gradient of `{named.of}` lies in pieces on all ranks, and {operator} wants its elements",
+            "clip with nn.utils.clip_grad_norm_ or engine.clip_grad_norm_, take .norm() of it, or read "
+            "this rank's piece in engine.pieces()[name].data.grad before engine.step()",
+        )
 
 
 class ShardedGradients:
@@ -102,8 +121,14 @@ class ShardedGradients:
         group: of the ranks; the default group by default.
     """
 
-    def __init__(self, names: Mapping[nn.Parameter, str], pieces: Callable[[], Mapping[nn.Parameter, Tensor | None]],
-                 pending: Callable[[], bool], forget: Callable[[nn.Parameter], None], group: dist.ProcessGroup | None):
+    def __init__(
+        self,
+        names: Mapping[nn.Parameter, str],
+        pieces: Callable[[], Mapping[nn.Parameter, Tensor | None]],
+        pending: Callable[[], bool],
+        forget: Callable[[nn.Parameter], None],
+        group: dist.ProcessGroup | None,
+    ):
         self.pieces, self.pending, self.forget, self.group = pieces, pending, forget, group
         self.parameters = {name: parameter for parameter, name in names.items()}
         self.shown = {parameter: ShardedGradient(self, name, parameter) for parameter, name in names.items()}
@@ -150,8 +175,10 @@ class ShardedGradients:
         for parameter in [p for p in self._on_show if p.grad is not self.shown[p]]:
             shown = self.shown[parameter]
             if parameter.grad is not None:
-                raise ModelError(f"`.grad` of `{shown.of}` was set to a tensor, and its gradient lies in pieces on all "
-                                 "ranks", "change it in place by mul_, div_, clamp_ or zero_, or set it to None")
+                raise ModelError(
+                    f"`.grad` of `{shown.of}` was set to a tensor, and its gradient lies in pieces on all ranks",
+                    "change it in place by mul_, div_, clamp_ or zero_, or set it to None",
+                )
             self._on_show.discard(parameter)
             shown.whole = None
             self.forget(parameter)
@@ -159,8 +186,9 @@ class ShardedGradients:
     def norm(self, name: str, order: float) -> Tensor:
         """Of one parameter's mean gradient over all ranks. All parameters' are reduced together, in the first call."""
         if not order > 0:
-            raise ModelError(f"a norm of order {order} cannot be added up from the ranks' pieces",
-                             "take an order above 0")
+            raise ModelError(
+                f"a norm of order {order} cannot be added up from the ranks' pieces", "take an order above 0"
+            )
         if name not in self._norms or order != self._order:
             self._order, self._norms = order, self._all_norms(order)
         # Each is given once: who asks again may have changed the pieces by hand, and gets new ones, on every rank.
@@ -169,8 +197,11 @@ class ShardedGradients:
     def _all_norms(self, order: float) -> dict[str, Tensor]:
         device = next(iter(self.parameters.values())).device
         pieces = self._reduced()
-        held = [(at, piece) for at, parameter in enumerate(self.shown)
-                if (piece := pieces.get(parameter)) is not None and piece.numel()]
+        held = [
+            (at, piece)
+            for at, parameter in enumerate(self.shown)
+            if (piece := pieces.get(parameter)) is not None and piece.numel()
+        ]
         norms = torch.zeros(len(self.shown), dtype=self.dtype, device=device)
         if held:
             within = torch.float64 if device.type == "cpu" else self.dtype  # as in `clipping.sum_of_squares`
@@ -195,8 +226,10 @@ class ShardedGradients:
     def _reduced(self) -> Mapping[nn.Parameter, Tensor | None]:
         pieces = self.pieces()
         if self.pending():
-            raise ModelError("gradients of a backward within no_sync are this rank's alone, and cannot be clipped",
-                             "clip after the backward outside no_sync")
+            raise ModelError(
+                "gradients of a backward within no_sync are this rank's alone, and cannot be clipped",
+                "clip after the backward outside no_sync",
+            )
         return pieces
 
 
@@ -237,5 +270,7 @@ def refuse_grad_scaler(optimizer: Optimizer) -> None:
 
 def _refuse_scaled(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     if hasattr(optimizer, "found_inf"):
-        raise ConfigError("a GradScaler looks for overflow in this rank's pieces of the gradients alone",
-                          "train in bf16, which needs no scaler, or in fp16 with torch's FSDP2 or DeepSpeed")
+        raise ConfigError(
+            "a GradScaler looks for overflow in this rank's pieces of the gradients alone",
+            "train in bf16, which needs no scaler, or in fp16 with torch's FSDP2 or DeepSpeed",
+        )

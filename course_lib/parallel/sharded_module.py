@@ -101,9 +101,19 @@ class ShardedModule(nn.Module):
     strategy: str
     unit_type: type[ShardedUnit]
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, *, units: Collection[nn.Module] | None,
-                 group: dist.ProcessGroup | None, reshard_after_forward: bool, prefetch: bool,
-                 param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, filled_later: bool = False):
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        *,
+        units: Collection[nn.Module] | None,
+        group: dist.ProcessGroup | None,
+        reshard_after_forward: bool,
+        prefetch: bool,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        filled_later: bool = False,
+    ):
         super().__init__()
         if filled_later:
             without_values(module, optimizer)
@@ -124,11 +134,19 @@ class ShardedModule(nn.Module):
         # frozen: a block with adapters is two units, of which one has a gradient, is reduced, and stepped. The root is
         # kept: its forward ends with the whole model's, and its backward begins right after it. ---
         owner = partition.owners(module, chosen)
-        self.units = [self.unit_type(member, parameters, group, param_dtype, reduce_dtype,
-                                     keep_after_forward=member is module or not reshard_after_forward,
-                                     filled_later=filled_later)
-                      for member in [module, *chosen]
-                      for parameters in partition.alike(p for p in owner if owner[p] is member)]
+        self.units = [
+            self.unit_type(
+                member,
+                parameters,
+                group,
+                param_dtype,
+                reduce_dtype,
+                keep_after_forward=member is module or not reshard_after_forward,
+                filled_later=filled_later,
+            )
+            for member in [module, *chosen]
+            for parameters in partition.alike(p for p in owner if owner[p] is member)
+        ]
         self._pieces = {parameter: piece for unit in self.units for parameter, piece in unit.pieces.items()}
         repoint(optimizer, {parameter: piece.data for parameter, piece in self._pieces.items()})
 
@@ -152,7 +170,10 @@ class ShardedModule(nn.Module):
         self._gradients = ShardedGradients(
             {parameter: name for parameter, name in self.names.items() if parameter.requires_grad},
             lambda: {parameter: piece.data.grad for parameter, piece in self._pieces.items()},
-            lambda: any(unit.gradient is not None for unit in self.units), self._forget_one, group)
+            lambda: any(unit.gradient is not None for unit in self.units),
+            self._forget_one,
+            group,
+        )
         refuse_grad_scaler(optimizer)
         optimizer.register_step_pre_hook(lambda *_: self._gradients.heed())
         optimizer.register_step_post_hook(lambda *_: self.refresh())
@@ -320,26 +341,40 @@ class ShardedModule(nn.Module):
         gradients = [piece.data.grad for piece in self._pieces.values()]
         gradients += [unit.gradient for unit in self.units] + [held(parameter) for parameter in self.names]
         travelling = [self._reduction.whole, self._reduction.local] if self._reduction is not None else []
-        return {"parameters": [tensor for unit in self.units for tensor in (unit.shard, unit.flat)],
-                "gradients": [gradient for gradient in gradients if gradient is not None],
-                "optimizer states": [t for t in tree_leaves(dict(self.optimizer.state)) if isinstance(t, Tensor)],
-                "communication buffers": travelling + [tensor for unit in self.units for tensor in unit.buffers()]}
+        return {
+            "parameters": [tensor for unit in self.units for tensor in (unit.shard, unit.flat)],
+            "gradients": [gradient for gradient in gradients if gradient is not None],
+            "optimizer states": [t for t in tree_leaves(dict(self.optimizer.state)) if isinstance(t, Tensor)],
+            "communication buffers": travelling + [tensor for unit in self.units for tensor in unit.buffers()],
+        }
 
 
 def without_values(module: nn.Module, optimizer: Optimizer) -> None:
     """Put parameters of one number, spread over their shapes, into the place of those on the meta device, in place."""
     device = next((buffer.device for buffer in module.buffers() if buffer.device.type != "meta"), torch.device("cpu"))
-    spread = {parameter: nn.Parameter(torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape),
-                                      parameter.requires_grad)
-              for parameter in module.parameters() if parameter.is_meta}
+    spread = {
+        parameter: nn.Parameter(
+            torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape), parameter.requires_grad
+        )
+        for parameter in module.parameters()
+        if parameter.is_meta
+    }
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in spread:
                 setattr(part, name, spread[parameter])
-    repoint(optimizer, {parameter: spread.get(parameter, parameter)  # type: ignore[call-overload]
-                        for group in optimizer.param_groups for parameter in group["params"]})
+    repoint(
+        optimizer,
+        {
+            parameter: spread.get(parameter, parameter)  # type: ignore[call-overload]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        },
+    )
 
 
 def _refuse(*_: Any) -> NoReturn:
-    raise ModelError("a sharded module has no whole weights in it: each rank holds pieces",
-                     "use sharding.gather_whole(engine.pieces()), or scatter_whole and engine.refresh() to load")
+    raise ModelError(
+        "a sharded module has no whole weights in it: each rank holds pieces",
+        "use sharding.gather_whole(engine.pieces()), or scatter_whole and engine.refresh() to load",
+    )

@@ -39,8 +39,15 @@ class GatheredMuon:
         shard: momentum of this rank's elements, (E / N,), E padded to a multiple of N.
     """
 
-    def __init__(self, matrices: list[nn.Parameter], *, lr: float, momentum: float, weight_decay: float,
-                 group: dist.ProcessGroup | None):
+    def __init__(
+        self,
+        matrices: list[nn.Parameter],
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        group: dist.ProcessGroup | None,
+    ):
         self.matrices, self.lr, self.momentum, self.weight_decay = matrices, lr, momentum, weight_decay
         self.group, self.ranks = group, dist.get_world_size(group)
         self.padding = -sum(matrix.numel() for matrix in matrices) % self.ranks
@@ -51,8 +58,9 @@ class GatheredMuon:
     def step(self) -> None:
         """Reduce, move the momentum on, gather, orthogonalise."""
         # --- phase 1, reduce-scatter: the mean gradient of this rank's elements, wherever they begin and end ---
-        whole = torch.cat([*(_gradient(matrix).view(-1) for matrix in self.matrices),
-                           self.shard.new_zeros(self.padding)])  # (E,)
+        whole = torch.cat(
+            [*(_gradient(matrix).view(-1) for matrix in self.matrices), self.shard.new_zeros(self.padding)]
+        )  # (E,)
         own = torch.empty_like(self.shard)
         dist.reduce_scatter_single(own, whole, group=self.group)
         own /= self.ranks
@@ -86,13 +94,21 @@ class LayerwiseMuon:
         buffers: momentum of this rank's matrices, by index.
     """
 
-    def __init__(self, matrices: list[nn.Parameter], *, lr: float, momentum: float, weight_decay: float,
-                 group: dist.ProcessGroup | None):
+    def __init__(
+        self,
+        matrices: list[nn.Parameter],
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        group: dist.ProcessGroup | None,
+    ):
         self.matrices, self.lr, self.momentum, self.weight_decay = matrices, lr, momentum, weight_decay
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self.owned = shared_out([orthogonalising_flops(*matrix.shape) for matrix in matrices], self.ranks)
-        self.buffers = {index: torch.zeros_like(matrices[index], requires_grad=False)
-                        for index in self.owned[self.rank]}
+        self.buffers = {
+            index: torch.zeros_like(matrices[index], requires_grad=False) for index in self.owned[self.rank]
+        }
 
     @torch.no_grad()
     def step(self) -> None:

@@ -61,9 +61,16 @@ class ShardedUnit:
         gradient: (E,), the whole gradient in ``reduce_dtype``, until it is reduced; else None.
     """
 
-    def __init__(self, module: nn.Module, parameters: list[nn.Parameter], group: dist.ProcessGroup | None,
-                 param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, keep_after_forward: bool,
-                 filled_later: bool = False):
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: list[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        keep_after_forward: bool,
+        filled_later: bool = False,
+    ):
         self.module, self.group, self.keep_after_forward = module, group, keep_after_forward
         self.trainable = parameters[0].requires_grad
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -95,8 +102,11 @@ class ShardedUnit:
         self.shard_slices: dict[nn.Parameter, slice] = {}
         for index, parameter in enumerate(parameters):
             self.shard_slices[parameter], first = self.locate(parameter, index)
-            self.pieces[parameter] = Shard(parameter.shape, first, nn.Parameter(
-                self.shard[self.shard_slices[parameter]], requires_grad=self.trainable))
+            self.pieces[parameter] = Shard(
+                parameter.shape,
+                first,
+                nn.Parameter(self.shard[self.shard_slices[parameter]], requires_grad=self.trainable),
+            )
         # What a parameter is while it is SHARDED: one NaN in the parameter's shape, so that whoever reads a weight that
         # nobody gathered gets NaN, and no old value. Bytes of 255 are NaN too, unpacked as floats of 8 or 32 bits.
         floating = self.flat.is_floating_point()
@@ -229,8 +239,11 @@ class Reduction:
         if before:
             torch._foreach_add_(*map(list, zip(*before, strict=True)))
         # A parameter that no rank's backward has reached has no gradient. Of most this rank knows that it is used.
-        doubtful = [parameter for parameter, piece in self.unit.pieces.items()
-                    if parameter not in self.unit.used and piece.data.grad is None]
+        doubtful = [
+            parameter
+            for parameter, piece in self.unit.pieces.items()
+            if parameter not in self.unit.used and piece.data.grad is None
+        ]
         absent = are_absent([mean[self.unit.shard_slices[parameter]] for parameter in doubtful])
         left_alone = {id(self.unit.pieces[p].data) for p, none in zip(doubtful, absent, strict=True) if none}
         # The first gradient of a piece is a view of `mean`: nothing is copied.

@@ -18,9 +18,19 @@ from course_lib import torch_names  # noqa: F401
 from course_lib.errors import ConfigError
 from course_lib.parallel.groups import device_of
 
-ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta,
-               torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
-               torch.optim.ASGD)
+ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
 """Optimizers whose update of an element looks at that element alone, so that a piece is updated as the whole is."""
 
 
@@ -74,11 +84,15 @@ def check_elementwise(optimizer: Optimizer, strategy: str) -> None:
         ConfigError: with the optimizer's name and those that can be sharded.
     """
     if any(torch.as_tensor(state.get("step", 0)).item() > 0 for state in optimizer.state.values()):
-        raise ConfigError(f"{strategy} was given an optimizer that has made steps, and its state is of whole tensors",
-                          "wrap the model before the first step")
+        raise ConfigError(
+            f"{strategy} was given an optimizer that has made steps, and its state is of whole tensors",
+            "wrap the model before the first step",
+        )
     if not isinstance(optimizer, ELEMENTWISE):
-        raise ConfigError(f"{strategy} cannot shard {type(optimizer).__name__}: its update of an element needs others",
-                          f"use one of {', '.join(kind.__name__ for kind in ELEMENTWISE)}, or strategy ddp")
+        raise ConfigError(
+            f"{strategy} cannot shard {type(optimizer).__name__}: its update of an element needs others",
+            f"use one of {', '.join(kind.__name__ for kind in ELEMENTWISE)}, or strategy ddp",
+        )
 
 
 def repoint(optimizer: Optimizer, replacement: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
@@ -97,14 +111,17 @@ def repoint(optimizer: Optimizer, replacement: Mapping[torch.Tensor, torch.Tenso
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in replacement:
-                raise ConfigError(f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the module "
-                                  "has not", "make it a parameter of the module, or give it an optimizer of its own")
+                raise ConfigError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the module has not",
+                    "make it a parameter of the module, or give it an optimizer of its own",
+                )
     for parameter, state in list(optimizer.state.items()):
         own = replacement[parameter]
         del optimizer.state[parameter]
         if own is not None:
-            optimizer.state[own] = {name: _of_one_number(value, own) if name != "step" else value
-                                    for name, value in state.items()}
+            optimizer.state[own] = {
+                name: _of_one_number(value, own) if name != "step" else value for name, value in state.items()
+            }
     for group in optimizer.param_groups:
         chosen = [replacement[parameter] for parameter in group["params"]]
         group["params"] = [tensor for tensor in chosen if tensor is not None]
@@ -121,6 +138,7 @@ def names_of(module: nn.Module) -> dict[nn.Parameter, str]:
 
 
 # --- a whole tensor from all ranks' pieces, in a bounded amount of memory ---
+
 
 class _Place(NamedTuple):
     """What a rank holds of a tensor, without the data."""
@@ -158,8 +176,9 @@ def gather_whole(pieces: Mapping[str, Shard], group: dist.ProcessGroup | None = 
 
     # --- phase 1: everybody learns what everybody holds. Numbers only: from these each rank knows all streams ---
     places: list[list[_Place]] = [[] for _ in range(world)]
-    dist.all_gather_object(places, [_Place(piece.start, piece.data.numel(), piece.data.dtype)
-                                    for piece in pieces.values()], group=group)
+    dist.all_gather_object(
+        places, [_Place(piece.start, piece.data.numel(), piece.data.dtype) for piece in pieces.values()], group=group
+    )
 
     # --- phase 2: the first rank makes room, and copies what it has itself ---
     whole: dict[str, torch.Tensor] = {}
@@ -205,8 +224,11 @@ def _streams(names: Sequence[str], places: Sequence[Sequence[_Place]]) -> list[l
     return streams
 
 
-def _parts_within(stream: Sequence[_StreamPart], start: int, length: int,
-                  ) -> Iterator[tuple[_StreamPart, int, int, int]]:
+def _parts_within(
+    stream: Sequence[_StreamPart],
+    start: int,
+    length: int,
+) -> Iterator[tuple[_StreamPart, int, int, int]]:
     """What of a stream lies in the ``length`` bytes from ``start``.
 
     Yields:

@@ -64,8 +64,12 @@ class ParameterSplit:
             ConfigError: the size along ``dim`` does not divide.
         """
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        check_divides(f"dimension {self.dim} of a {tuple(whole.shape)} parameter", whole.shape[self.dim] // self.fused,
-                      ranks, ANOTHER_SIZE)
+        check_divides(
+            f"dimension {self.dim} of a {tuple(whole.shape)} parameter",
+            whole.shape[self.dim] // self.fused,
+            ranks,
+            ANOTHER_SIZE,
+        )
         # Fused: this rank's part of each matrix, not of all of them together, which would give the first ranks the
         # queries and the last ones the values. [q q | k k | v v] -> rank 0: [q k v]
         return torch.cat([part.chunk(ranks, self.dim)[rank] for part in whole.chunk(self.fused, self.dim)], self.dim)
@@ -81,8 +85,12 @@ class ParameterSplit:
 
 def check_vocabulary(embedding: nn.Module, ranks: int) -> None:
     """Refuse an embedding whose rows the ranks cannot share evenly; Megatron-LM pads the vocabulary (section 5.1)."""
-    check_divides("the vocabulary", len(embedding.get_parameter("weight")), ranks,
-                  f"pad it with model.resize_token_embeddings(pad_to_multiple_of={ranks}), or don't split it")
+    check_divides(
+        "the vocabulary",
+        len(embedding.get_parameter("weight")),
+        ranks,
+        f"pad it with model.resize_token_embeddings(pad_to_multiple_of={ranks}), or don't split it",
+    )
 
 
 class ColumnParallelLinear(nn.Module):
@@ -101,14 +109,24 @@ class ColumnParallelLinear(nn.Module):
         ConfigError: the columns don't divide by the number of ranks.
     """
 
-    def __init__(self, linear: nn.Module, group: Group = None, *, fused: int = 1, sequence: bool = False,
-                 entered: bool = False, gather_output: bool = False):
+    def __init__(
+        self,
+        linear: nn.Module,
+        group: Group = None,
+        *,
+        fused: int = 1,
+        sequence: bool = False,
+        entered: bool = False,
+        gather_output: bool = False,
+    ):
         super().__init__()
         self.group, self.sequence, self.entered, self.gather_output = group, sequence, entered, gather_output
         # nn.Linear keeps (out, in), so that A's columns are its rows; Conv1D keeps (in, out).
         self.transposed = not isinstance(linear, nn.Linear)
-        self.splits = {"weight": ParameterSplit(dim=1 if self.transposed else 0, fused=fused),
-                       "bias": ParameterSplit(dim=0, fused=fused)}
+        self.splits = {
+            "weight": ParameterSplit(dim=1 if self.transposed else 0, fused=fused),
+            "bias": ParameterSplit(dim=0, fused=fused),
+        }
         self.weight = self.splits["weight"].parameter(linear.get_parameter("weight"), group)
         self.bias = None if linear.bias is None else self.splits["bias"].parameter(linear.get_parameter("bias"), group)
 
@@ -168,8 +186,10 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding, group: Group = None):
         super().__init__()
         if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
-            raise ModelError("an embedding with max_norm, scale_grad_by_freq or sparse cannot be split by rows",
-                             "leave these options out")
+            raise ModelError(
+                "an embedding with max_norm, scale_grad_by_freq or sparse cannot be split by rows",
+                "leave these options out",
+            )
         check_vocabulary(embedding, dist.get_world_size(group))
         self.group, self.splits = group, {"weight": ParameterSplit(dim=0)}
         self.weight = self.splits["weight"].parameter(embedding.weight, group)

@@ -48,8 +48,11 @@ class TensorPlan:
 
     def blocks_of(self, module: nn.Module) -> dict[str, nn.Module]:
         """A model's, or a pipeline stage's, blocks in order, by their full names."""
-        return {name: block for name, block in module.named_modules()
-                if re.fullmatch(rf"(.+\.)?{re.escape(self.blocks)}\.\d+", name)}
+        return {
+            name: block
+            for name, block in module.named_modules()
+            if re.fullmatch(rf"(.+\.)?{re.escape(self.blocks)}\.\d+", name)
+        }
 
     def divide(self, block: nn.Module, ranks: int) -> None:
         """Set a block's counts to a rank's share."""
@@ -62,26 +65,57 @@ class TensorPlan:
 
 _BERT = TensorPlan(
     blocks="encoder.layer",
-    roles={"attention.self": Role.ENTER, "attention.self.query": Role.COLUMN, "attention.self.key": Role.COLUMN,
-           "attention.self.value": Role.COLUMN, "attention.output.dense": Role.ROW,
-           "attention.output.LayerNorm": Role.NORM, "intermediate.dense": Role.COLUMN, "output.dense": Role.ROW,
-           "output.LayerNorm": Role.NORM},
-    embedding="word_embeddings", head="predictions.decoder",
-    divided={"attention.self": ("num_attention_heads", "all_head_size")})
+    roles={
+        "attention.self": Role.ENTER,
+        "attention.self.query": Role.COLUMN,
+        "attention.self.key": Role.COLUMN,
+        "attention.self.value": Role.COLUMN,
+        "attention.output.dense": Role.ROW,
+        "attention.output.LayerNorm": Role.NORM,
+        "intermediate.dense": Role.COLUMN,
+        "output.dense": Role.ROW,
+        "output.LayerNorm": Role.NORM,
+    },
+    embedding="word_embeddings",
+    head="predictions.decoder",
+    divided={"attention.self": ("num_attention_heads", "all_head_size")},
+)
 _LLAMA = TensorPlan(
     blocks="layers",
-    roles={"input_layernorm": Role.NORM, "self_attn": Role.ENTER, "self_attn.q_proj": Role.COLUMN,
-           "self_attn.k_proj": Role.COLUMN, "self_attn.v_proj": Role.COLUMN, "self_attn.o_proj": Role.ROW,
-           "post_attention_layernorm": Role.NORM, "mlp": Role.ENTER, "mlp.gate_proj": Role.COLUMN,
-           "mlp.up_proj": Role.COLUMN, "mlp.down_proj": Role.ROW},
-    embedding="embed_tokens", head="lm_head", final_norm="norm")
+    roles={
+        "input_layernorm": Role.NORM,
+        "self_attn": Role.ENTER,
+        "self_attn.q_proj": Role.COLUMN,
+        "self_attn.k_proj": Role.COLUMN,
+        "self_attn.v_proj": Role.COLUMN,
+        "self_attn.o_proj": Role.ROW,
+        "post_attention_layernorm": Role.NORM,
+        "mlp": Role.ENTER,
+        "mlp.gate_proj": Role.COLUMN,
+        "mlp.up_proj": Role.COLUMN,
+        "mlp.down_proj": Role.ROW,
+    },
+    embedding="embed_tokens",
+    head="lm_head",
+    final_norm="norm",
+)
 
 PLANS: Mapping[str, TensorPlan] = {
     "gpt2": TensorPlan(
         blocks="h",
-        roles={"ln_1": Role.NORM, "attn.c_attn": Role.QKV, "attn.c_proj": Role.ROW,
-               "ln_2": Role.NORM, "mlp.c_fc": Role.COLUMN, "mlp.c_proj": Role.ROW},
-        embedding="wte", head="lm_head", final_norm="ln_f", divided={"attn": ("split_size", "num_heads")}),
+        roles={
+            "ln_1": Role.NORM,
+            "attn.c_attn": Role.QKV,
+            "attn.c_proj": Role.ROW,
+            "ln_2": Role.NORM,
+            "mlp.c_fc": Role.COLUMN,
+            "mlp.c_proj": Role.ROW,
+        },
+        embedding="wte",
+        head="lm_head",
+        final_norm="ln_f",
+        divided={"attn": ("split_size", "num_heads")},
+    ),
     "bert": _BERT,
     **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), replace(_BERT, head="lm_head.decoder")),
     **dict.fromkeys(("llama", "mistral", "qwen2", "gemma"), _LLAMA),
@@ -111,8 +145,9 @@ def from_transformers(config: Any, kind: str) -> TensorPlan:
         if place is None:  # the embedding: by its name, below
             continue
         if style not in STYLES:
-            raise ModelError(f"there is no tensor-parallel plan for {kind}: transformers has {place[2]} as {style}",
-                             others)
+            raise ModelError(
+                f"there is no tensor-parallel plan for {kind}: transformers has {place[2]} as {style}", others
+            )
         lists.add(place[1])
         roles[place[2]] = STYLES[style]
     if len(lists) != 1:

@@ -60,8 +60,15 @@ class TensorParallel(nn.Module):
         ModelError: the ranks' models differ, there is no plan, or a block has parameters that the plan does not know.
     """
 
-    def __init__(self, module: nn.Module, group: Group = None, *, plan: TensorPlan | None = None,
-                 sequence: bool = False, split_vocabulary: bool = True):
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Group = None,
+        *,
+        plan: TensorPlan | None = None,
+        sequence: bool = False,
+        split_vocabulary: bool = True,
+    ):
         super().__init__()
         self.plan, config = plan_of(module, plan)
         self.module, self.group, self.sequence, self.ranks = module, group, sequence, dist.get_world_size(group)
@@ -80,9 +87,11 @@ class TensorParallel(nn.Module):
             self._split_vocabulary()
         self._tie()
         # --- phase 3: what is split, by name, for checkpoints, clipping and whoever wants the whole ---
-        self.splits = {name: self._splits[parameter]
-                       for name, parameter in module.named_parameters(remove_duplicate=False)
-                       if parameter in self._splits}
+        self.splits = {
+            name: self._splits[parameter]
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+            if parameter in self._splits
+        }
         del self._pieces, self._splits  # and with them the whole parameters
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,8 +99,10 @@ class TensorParallel(nn.Module):
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors, on every rank, from parameters' values or gradients by name; a collective call."""
-        return {name: self.splits[name].whole(tensor.detach(), self.group) if name in self.splits else tensor.detach()
-                for name, tensor in tensors.items()}
+        return {
+            name: self.splits[name].whole(tensor.detach(), self.group) if name in self.splits else tensor.detach()
+            for name, tensor in tensors.items()
+        }
 
     def whole_weights(self) -> dict[str, Tensor]:
         """The whole model's state, on every rank, under the names and in the shapes that it had; a collective call."""
@@ -99,8 +110,9 @@ class TensorParallel(nn.Module):
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """The gradients of the whole model's parameters, on every rank; a collective call."""
-        return self.whole({name: parameter.grad for name, parameter in self.module.named_parameters()
-                           if parameter.grad is not None})
+        return self.whole(
+            {name: parameter.grad for name, parameter in self.module.named_parameters() if parameter.grad is not None}
+        )
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients down to an L2 norm over the whole model of at most ``max_norm``; returns the norm before.
@@ -125,12 +137,18 @@ class TensorParallel(nn.Module):
             whole, full = block.get_submodule(part), f"{name}.{part}"
             if role is Role.ENTER:
                 enter = all_gather if self.sequence else copy
-                whole.register_forward_pre_hook(functools.partial(exchange_hidden, enter, self.group),
-                                                with_kwargs=True)
+                whole.register_forward_pre_hook(functools.partial(exchange_hidden, enter, self.group), with_kwargs=True)
             elif role in (Role.COLUMN, Role.QKV):
-                self._replace(full, ColumnParallelLinear(
-                    whole, self.group, fused=3 if role is Role.QKV else 1, sequence=self.sequence,
-                    entered=part.startswith(entered)))
+                self._replace(
+                    full,
+                    ColumnParallelLinear(
+                        whole,
+                        self.group,
+                        fused=3 if role is Role.QKV else 1,
+                        sequence=self.sequence,
+                        entered=part.startswith(entered),
+                    ),
+                )
             elif role is Role.ROW:
                 self._replace(full, RowParallelLinear(whole, self.group, sequence=self.sequence))
             elif self.sequence or role is Role.HEADS:
@@ -142,7 +160,8 @@ class TensorParallel(nn.Module):
         # --- in: (rows, tokens, width) -> (rows, tokens / N, width) ---
         blocks[0].register_forward_pre_hook(
             functools.partial(exchange_hidden, lambda hidden, group: scatter(hidden, group, SEQUENCE), self.group),
-            with_kwargs=True)
+            with_kwargs=True,
+        )
         # --- out: (rows, tokens / N, width) -> (rows, tokens, width), after the final norm, which takes slices too ---
         last = blocks[-1]
         if (name := named(self.module, self.plan.final_norm)) is not None:
@@ -193,12 +212,19 @@ def plan_of(module: nn.Module, plan: TensorPlan | None = None) -> tuple[TensorPl
 def named(module: nn.Module, name: str) -> str | None:
     """Full name of the module that ends in ``name``, if there is one."""
     # Not within a block, whose names have a number in them: Llama's `norm`, and not `layers.0.….norm`.
-    return next((full for full, _ in module.named_modules() if name and f".{full}".endswith(f".{name}")
-                 and not re.search(r"\.\d+\.", f".{full}")), None)
+    return next(
+        (
+            full
+            for full, _ in module.named_modules()
+            if name and f".{full}".endswith(f".{name}") and not re.search(r"\.\d+\.", f".{full}")
+        ),
+        None,
+    )
 
 
-def check_splittable(plan: TensorPlan, blocks: Mapping[str, nn.Module], config: Any, ranks: int,
-                     sequence: bool) -> None:
+def check_splittable(
+    plan: TensorPlan, blocks: Mapping[str, nn.Module], config: Any, ranks: int, sequence: bool
+) -> None:
     """Refuse a model that the plan does not fit, before anything is changed.
 
     Raises:
@@ -211,10 +237,13 @@ def check_splittable(plan: TensorPlan, blocks: Mapping[str, nn.Module], config: 
         if getattr(config, heads, None) is not None:
             check_divides(heads, getattr(config, heads), ranks, ANOTHER_SIZE)
     for name, _ in next(iter(blocks.values())).named_parameters():
-        if sequence and not any(name.startswith(f"{part}.") for part, role in plan.roles.items()
-                                if role is not Role.ENTER):
-            raise ModelError(f"the plan does not name `{name}` of a block, whose gradient would miss the other "
-                             "ranks' tokens", "name it in the Plan, or leave sequence parallelism out")
+        if sequence and not any(
+            name.startswith(f"{part}.") for part, role in plan.roles.items() if role is not Role.ENTER
+        ):
+            raise ModelError(
+                f"the plan does not name `{name}` of a block, whose gradient would miss the other ranks' tokens",
+                "name it in the Plan, or leave sequence parallelism out",
+            )
 
 
 def take_over_first(module: nn.Module, group: Group) -> None:

@@ -80,7 +80,8 @@ class RankGrid:
             shared = f" x {cp} context-parallel ranks" if cp > 1 else ""
             raise ConfigError(
                 f"{pp} pipeline stages{shared} x {tp} tensor-parallel ranks do not divide {world_size} ranks",
-                f"choose pp{', cp' * (cp > 1)} and tp whose product divides the number of ranks")
+                f"choose pp{', cp' * (cp > 1)} and tp whose product divides the number of ranks",
+            )
         return cls(dp, pp, tp, cp)
 
     @property
@@ -105,8 +106,9 @@ class RankGrid:
             ConfigError: there is no such rank.
         """
         if not 0 <= rank < self.world_size:
-            raise ConfigError(f"rank {rank} is not in a grid of {self.world_size}",
-                              f"ranks go from 0 to {self.world_size - 1}")
+            raise ConfigError(
+                f"rank {rank} is not in a grid of {self.world_size}", f"ranks go from 0 to {self.world_size - 1}"
+            )
         # (dp, pp, tp) of booleans, one of them true -> (1, 3) -> its three indices
         places = (self.ranks == rank).nonzero()[0].tolist()
         return Coordinates(**dict(zip(self.axes, places, strict=True)))
@@ -143,8 +145,10 @@ class RankGrid:
         """
         if self.world_size != dist.get_world_size():
             sizes = " x ".join(str(getattr(self, axis)) for axis in self.axes)
-            raise ConfigError(f"a grid of {sizes} is {self.world_size} ranks, "
-                              f"and there are {dist.get_world_size()}", "choose sizes whose product they are")
+            raise ConfigError(
+                f"a grid of {sizes} is {self.world_size} ranks, and there are {dist.get_world_size()}",
+                "choose sizes whose product they are",
+            )
         # A rank that made only its own group would wait for ranks that are in none of it.
         groups = {tuple(line): dist.new_group(line) for line in self.lines(*axes)}
         own = next(group for line, group in groups.items() if dist.get_rank() in line)

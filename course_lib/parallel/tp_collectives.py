@@ -36,6 +36,7 @@ PAD_SEQUENCES = "pad the sequences to a multiple of the ranks, as a collator doe
 
 # --- What moves: plain collectives, out of place, along any dimension ---
 
+
 def _nothing(tensor: Tensor, group: Group, dim: int) -> Tensor:
     # (…) -> (…). Autograd wants another tensor than the one that it gave: a function that returns its input as it is
     # would not be seen by the graph.
@@ -89,6 +90,7 @@ def check_divides(what: str, size: int, ranks: int, instead: str) -> None:
 
 
 # --- The exchanges: a collective forward, its conjugate backward ---
+
 
 class _Exchange(torch.autograd.Function):
     """One function forward, its conjugate backward. Neither needs to keep a tensor for the other."""

@@ -33,14 +33,18 @@ def check_ranks_agree(module: nn.Module, group: dist.ProcessGroup | None = None)
     dist.all_gather_object(every, mine, group=group)
     odd = next(rank for rank in range(ranks) if digests[rank] != digests[0])
     first, other = (dist.get_global_rank(group, rank) if group is not None else rank for rank in (0, odd))
-    raise ModelError(f"rank {other}'s model is not rank {first}'s: {_difference(every[0], every[odd])}",
-                     "build the same model on every rank")
+    raise ModelError(
+        f"rank {other}'s model is not rank {first}'s: {_difference(every[0], every[odd])}",
+        "build the same model on every rank",
+    )
 
 
 def _descriptions(module: nn.Module) -> dict[str, str]:
     """Each parameter and buffer in words, by name, in module order."""
-    described = {name: f"parameter {tuple(weight.shape)} {weight.dtype}{'' if weight.requires_grad else ' frozen'}"
-                 for name, weight in module.named_parameters()}
+    described = {
+        name: f"parameter {tuple(weight.shape)} {weight.dtype}{'' if weight.requires_grad else ' frozen'}"
+        for name, weight in module.named_parameters()
+    }
     return described | {name: f"buffer {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in module.named_buffers()}
 
 
@@ -64,18 +68,24 @@ def check_kinds(module: nn.Module, wrapper: str, *, flat: bool = True) -> None:
     """
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
-            raise ModelError(f"the gradient of `{name}.weight` is sparse, and {wrapper} sums dense ones",
-                             "make the embedding with sparse=False, or use torch's DistributedDataParallel")
+            raise ModelError(
+                f"the gradient of `{name}.weight` is sparse, and {wrapper} sums dense ones",
+                "make the embedding with sparse=False, or use torch's DistributedDataParallel",
+            )
     if not flat:
         return
     parameters = dict(module.named_parameters())
     if not parameters:
-        raise ModelError(f"{type(module).__name__} has no parameters, and {wrapper} would share nothing out",
-                         "wrap a model that has some")
+        raise ModelError(
+            f"{type(module).__name__} has no parameters, and {wrapper} would share nothing out",
+            "wrap a model that has some",
+        )
     for name, parameter in parameters.items():
         if parameter.is_complex():
-            raise ModelError(f"parameter `{name}` is complex, and {wrapper} adds up real numbers",
-                             "use DataParallel, or two real parameters with torch.view_as_complex")
+            raise ModelError(
+                f"parameter `{name}` is complex, and {wrapper} adds up real numbers",
+                "use DataParallel, or two real parameters with torch.view_as_complex",
+            )
 
 
 class UnchangedModule:
@@ -118,5 +128,7 @@ class UnchangedModule:
         return {id(p): (p.requires_grad, p.dtype, p.device, p.shape) for p in self._module.parameters()}
 
     def _refuse(self, name: str, what: str) -> NoReturn:
-        raise ModelError(f"parameter `{name}` {what} after the model was wrapped by {self._wrapper}",
-                         "change the model first, then wrap it")
+        raise ModelError(
+            f"parameter `{name}` {what} after the model was wrapped by {self._wrapper}",
+            "change the model first, then wrap it",
+        )

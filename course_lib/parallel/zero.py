@@ -64,8 +64,15 @@ class Zero1(nn.Module):
 
     stage = 1
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, *, group: dist.ProcessGroup | None = None,
-                 groups: Mapping[nn.Parameter, dist.ProcessGroup] | None = None, bucket_bytes: int = 25 * 2**20):
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        *,
+        group: dist.ProcessGroup | None = None,
+        groups: Mapping[nn.Parameter, dist.ProcessGroup] | None = None,
+        bucket_bytes: int = 25 * 2**20,
+    ):
         super().__init__()
         check_elementwise(optimizer, f"zero{self.stage}")
         check_kinds(module, type(self).__name__)
@@ -79,8 +86,13 @@ class Zero1(nn.Module):
         for options in optimizer.param_groups:
             in_turn = [p for p in reversed(options["params"]) if p.requires_grad and p in self.names]
             trainable = {parameter: at for at, parameter in enumerate(in_turn)}
-            cut = [(parameters, over) for over in dict.fromkeys([group, *groups.values()]) for parameters in
-                   cut_into_buckets([[p for p in trainable if groups.get(p, group) is over]], bucket_bytes)]
+            cut = [
+                (parameters, over)
+                for over in dict.fromkeys([group, *groups.values()])
+                for parameters in cut_into_buckets(
+                    [[p for p in trainable if groups.get(p, group) is over]], bucket_bytes
+                )
+            ]
             cut.sort(key=lambda bucket: trainable[bucket[0][-1]])  # by when backward fills them, whatever their ranks
             self.buckets += [ShardedBucket(parameters, over, dist.get_world_size(group)) for parameters, over in cut]
         trained: dict[Tensor, Shard] = {p: piece for bucket in self.buckets for p, piece in bucket.pieces.items()}
@@ -98,8 +110,13 @@ class Zero1(nn.Module):
         optimizer.register_step_post_hook(lambda *_: self.refresh())
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
         # --- phase 5: `.grad` shows gradients of all ranks, from the end of each backward ---
-        self._gradients = ShardedGradients({p: name for p, name in self.names.items() if p in trained},
-                                           self._reduced_parts, self._is_pending, self._forget_one, group)
+        self._gradients = ShardedGradients(
+            {p: name for p, name in self.names.items() if p in trained},
+            self._reduced_parts,
+            self._is_pending,
+            self._forget_one,
+            group,
+        )
         self._backward_runs = False
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._ask_for_end)  # type: ignore[attr-defined]
@@ -155,8 +172,10 @@ class Zero1(nn.Module):
     def _before_update(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         """Reduce, and give the optimizer's parameters, the pieces, their gradients."""
         if any(callable(given) for given in (*args[1:], *kwargs.values())):
-            raise CourseError("optimizer.step(closure) would reduce the gradients before the closure makes them",
-                              "use engine.step(closure)")
+            raise CourseError(
+                "optimizer.step(closure) would reduce the gradients before the closure makes them",
+                "use engine.step(closure)",
+            )
         self.reduce()
         for bucket in self.buckets:
             bucket.adopt()
@@ -188,8 +207,12 @@ class Zero1(nn.Module):
 
     def _reduced_parts(self) -> dict[nn.Parameter, Tensor]:
         self.reduce()
-        return {parameter: bucket.gradient[part] for bucket in self.buckets if bucket.gradient is not None
-                for parameter, part in bucket.shard_slices.items()}
+        return {
+            parameter: bucket.gradient[part]
+            for bucket in self.buckets
+            if bucket.gradient is not None
+            for parameter, part in bucket.shard_slices.items()
+        }
 
     def _forget_one(self, parameter: nn.Parameter) -> None:
         next(bucket for bucket in self.buckets if parameter in bucket.pieces).forget_one(parameter)
@@ -206,11 +229,14 @@ class Zero1(nn.Module):
         states = [t for t in tree_leaves(dict(self.optimizer.state)) if isinstance(t, Tensor)]
         states += [bucket.master for bucket in self.buckets if bucket.master is not bucket.local_shard]
         gradients = [bucket.gradient for bucket in self.buckets] + [held(parameter) for parameter in self.names]
-        return {"parameters": [bucket.flat for bucket in self.buckets] + [p.detach() for p in self.frozen],
-                "gradients": [gradient for gradient in gradients if gradient is not None],
-                "optimizer states": states,
-                "communication buffers": [t for bucket in self.buckets for t in (bucket.send_buffer, bucket.received)
-                                          if t is not None]}
+        return {
+            "parameters": [bucket.flat for bucket in self.buckets] + [p.detach() for p in self.frozen],
+            "gradients": [gradient for gradient in gradients if gradient is not None],
+            "optimizer states": states,
+            "communication buffers": [
+                t for bucket in self.buckets for t in (bucket.send_buffer, bucket.received) if t is not None
+            ],
+        }
 
 
 class Zero2(Zero1):
@@ -225,8 +251,15 @@ class Zero2(Zero1):
 
     stage = 2
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, *, group: dist.ProcessGroup | None = None,
-                 groups: Mapping[nn.Parameter, dist.ProcessGroup] | None = None, bucket_bytes: int = 25 * 2**20):
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        *,
+        group: dist.ProcessGroup | None = None,
+        groups: Mapping[nn.Parameter, dist.ProcessGroup] | None = None,
+        bucket_bytes: int = 25 * 2**20,
+    ):
         super().__init__(module, optimizer, group=group, groups=groups, bucket_bytes=bucket_bytes)
         self._next: int | None = None  # the bucket to be sent next, while a backward runs
         # After accumulation, since the hook takes `.grad` away: with a hook on the tensor it would not be there yet.

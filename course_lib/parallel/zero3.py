@@ -32,9 +32,16 @@ class PerParamUnit(ShardedUnit):
     one after the other, N c_j elements each.
     """
 
-    def __init__(self, module: nn.Module, parameters: list[nn.Parameter], group: dist.ProcessGroup | None,
-                 param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, keep_after_forward: bool,
-                 filled_later: bool):
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: list[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        keep_after_forward: bool,
+        filled_later: bool,
+    ):
         world = dist.get_world_size(group)
         # Before `__init__` of the base class, which asks `lay_out`. c_j is rounded up: the last ranks' may be short.
         chunks = [padded(parameter.numel(), world) // world for parameter in parameters]
@@ -77,8 +84,10 @@ class PerParamUnit(ShardedUnit):
 
     def runs(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat tensor (E,): for each parameter (N, c_j), its chunks."""
-        return [flat[self.world * offset : self.world * (offset + chunk)].view(self.world, chunk)
-                for offset, chunk in self.param_columns]
+        return [
+            flat[self.world * offset : self.world * (offset + chunk)].view(self.world, chunk)
+            for offset, chunk in self.param_columns
+        ]
 
     def in_rows(self, flat: Tensor) -> Tensor:
         """A flat tensor (E,) as the matrix (N, L) that travels."""
@@ -99,10 +108,26 @@ class Zero3(ShardedModule):
     strategy = "zero3"
     unit_type = PerParamUnit
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, *, group: dist.ProcessGroup | None = None,
-                 param_dtype: torch.dtype | None = None, filled_later: bool = False):
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        *,
+        group: dist.ProcessGroup | None = None,
+        param_dtype: torch.dtype | None = None,
+        filled_later: bool = False,
+    ):
         dtypes = {parameter.dtype for parameter in module.parameters()}
         if param_dtype is None and len(dtypes) == 1 and min(dtype.itemsize for dtype in dtypes) < 4:
             (param_dtype,) = dtypes
-        super().__init__(module, optimizer, units=None, group=group, reshard_after_forward=True, prefetch=True,
-                         param_dtype=param_dtype, reduce_dtype=None, filled_later=filled_later)
+        super().__init__(
+            module,
+            optimizer,
+            units=None,
+            group=group,
+            reshard_after_forward=True,
+            prefetch=True,
+            param_dtype=param_dtype,
+            reduce_dtype=None,
+            filled_later=filled_later,
+        )

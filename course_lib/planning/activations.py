@@ -9,9 +9,19 @@ from course_lib.planning.optimizers import JOINT
 from course_lib.planning.plan import Checkpointing, Plan
 
 
-def of_block(model: Model, micro_batch: int, sequence_length: int, *, tensor: int = 1, sequence_parallel: bool = False,
-             checkpointing: Checkpointing = "none", flash: bool = False, fused: bool = True, width: int = 2,
-             autocast: bool = False) -> float:
+def of_block(
+    model: Model,
+    micro_batch: int,
+    sequence_length: int,
+    *,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    checkpointing: Checkpointing = "none",
+    flash: bool = False,
+    fused: bool = True,
+    width: int = 2,
+    autocast: bool = False,
+) -> float:
     """Bytes that one block keeps for its backward pass, of one micro-batch on one tensor rank.
 
     Args:
@@ -36,9 +46,21 @@ def of_block(model: Model, micro_batch: int, sequence_length: int, *, tensor: in
     if checkpointing == "full":
         return between * h * tokens / (tensor if sequence_parallel else 1)
     if checkpointing == "alternate":
-        none, full = (of_block(model, micro_batch, sequence_length, tensor=tensor, flash=flash, fused=fused,
-                               sequence_parallel=sequence_parallel, checkpointing=kept, width=width, autocast=autocast)
-                      for kept in ("none", "full"))
+        none, full = (
+            of_block(
+                model,
+                micro_batch,
+                sequence_length,
+                tensor=tensor,
+                flash=flash,
+                fused=fused,
+                sequence_parallel=sequence_parallel,
+                checkpointing=kept,
+                width=width,
+                autocast=autocast,
+            )
+            for kept in ("none", "full")
+        )
         return (none + full) / 2
     queries, keys = model.attention_width, model.kv_heads * model.head_dim
     inside = model.ffn * model.experts_per_token

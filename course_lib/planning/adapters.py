@@ -16,21 +16,30 @@ ADAPTER = 4
 
 def of_a_block(model: Model, rank: int) -> int:
     """Trained parameters of one block: adapters on all its matrices, on each expert's too, but not on a router."""
-    return rank * sum((rows + columns) * count for rows, columns, count in matrices(model)
-                      if model.experts == 1 or rows != model.experts)
+    return rank * sum(
+        (rows + columns) * count
+        for rows, columns, count in matrices(model)
+        if model.experts == 1 or rows != model.experts
+    )
 
 
 def frozen_bytes(model: Model, quantized: bool, width: int) -> float:
     """Bytes of one block's own weights."""
-    inside = sum(rows * columns * count for rows, columns, count in matrices(model)
-                 if model.experts == 1 or rows != model.experts)
+    inside = sum(
+        rows * columns * count
+        for rows, columns, count in matrices(model)
+        if model.experts == 1 or rows != model.experts
+    )
     return width * (model.layer - inside) + (NF4 if quantized else width) * inside
 
 
 def kept(model: Model, rank: int, tokens: int, width: int) -> float:
     """Bytes that a block's adapters keep for their backward pass beyond the inputs, which the block keeps anyway."""
-    used = sum(count if model.experts == 1 or count == 1 else count // model.experts * model.experts_per_token
-               for rows, _, count in matrices(model) if model.experts == 1 or rows != model.experts)
+    used = sum(
+        count if model.experts == 1 or count == 1 else count // model.experts * model.experts_per_token
+        for rows, _, count in matrices(model)
+        if model.experts == 1 or rows != model.experts
+    )
     return width * rank * used * tokens
 
 

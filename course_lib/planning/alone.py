@@ -48,8 +48,14 @@ def attention_as_on_gpus() -> Iterator[None]:
     """SDPA keeps for its backward pass what fused kernels of GPUs keep, with dropout as without."""
     attention = functional.scaled_dot_product_attention
 
-    def fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-              dropout_p: float = 0.0, **more: Any) -> torch.Tensor:
+    def fused(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        **more: Any,
+    ) -> torch.Tensor:
         return attention(query, key, value, attn_mask=attn_mask, **more)
 
     with replaced(functional, "scaled_dot_product_attention", fused):

@@ -24,8 +24,14 @@ STRATEGIES = {"ddp": "ddp", "fsdp": "fsdp", "deepspeed": "zero"}
 """Engines of layouts that run on any number of ranks, and their names in ``course train``."""
 
 
-def generate(model: str, accelerators: Collection[str] = ("cuda",), *, distributed: bool = False, max_gpus: int = 8,
-             sequence_length: int | None = None) -> dict[str, Any]:
+def generate(
+    model: str,
+    accelerators: Collection[str] = ("cuda",),
+    *,
+    distributed: bool = False,
+    max_gpus: int = 8,
+    sequence_length: int | None = None,
+) -> dict[str, Any]:
     """A benchmark plan: for each accelerator and number of GPUs the fastest layout of each family.
 
     Args:
@@ -61,17 +67,30 @@ def generate(model: str, accelerators: Collection[str] = ("cuda",), *, distribut
                 left_out.append({"accelerator": cluster.accelerator.name, "gpus": gpus, "why": str(why)})
                 continue
             runs += [_run(known, cluster, candidate) for candidate in result.best_of_each()]
-    return {"model": known.name, "parameters": known.parameters, "sequence_length": length, "runs": runs,
-            "left_out": left_out}
+    return {
+        "model": known.name,
+        "parameters": known.parameters,
+        "sequence_length": length,
+        "runs": runs,
+        "left_out": left_out,
+    }
 
 
 def _run(model: Model, cluster: Cluster, candidate: strategy.Candidate) -> dict[str, Any]:
     plan = candidate.plan
-    return {"accelerator": cluster.accelerator.name, "gpus": cluster.gpus, "strategy": plan.strategy,
-            "plan": asdict(plan), "global_batch": plan.global_batch,
-            "predicted": {"tokens_per_second": candidate.cost.tokens_per_second, "mfu": candidate.cost.mfu,
-                          "memory_bytes": candidate.memory.total},
-            "command": to_launchers.launch_line(plan, cluster.gpus_per_node, model)}
+    return {
+        "accelerator": cluster.accelerator.name,
+        "gpus": cluster.gpus,
+        "strategy": plan.strategy,
+        "plan": asdict(plan),
+        "global_batch": plan.global_batch,
+        "predicted": {
+            "tokens_per_second": candidate.cost.tokens_per_second,
+            "mfu": candidate.cost.mfu,
+            "memory_bytes": candidate.memory.total,
+        },
+        "command": to_launchers.launch_line(plan, cluster.gpus_per_node, model),
+    }
 
 
 def runnable(document: Mapping[str, Any], ranks: int) -> list[Plan]:
@@ -84,9 +103,10 @@ def runnable(document: Mapping[str, Any], ranks: int) -> list[Plan]:
         plan = Plan(**run["plan"])
         if plan.gpus > ranks or not to_launchers.one_way(plan) or plan.offload != "none":
             continue
-        plans.setdefault((plan.engine, plan.stage, plan.gpus),
-                         replace(plan, micro_batch=2, accumulation=1, precision="fp32", compiled=False,
-                                 checkpointing="none"))
+        plans.setdefault(
+            (plan.engine, plan.stage, plan.gpus),
+            replace(plan, micro_batch=2, accumulation=1, precision="fp32", compiled=False, checkpointing="none"),
+        )
     return list(plans.values())
 
 
@@ -96,14 +116,18 @@ def matmul_share(model: Model, plan: Plan, cluster: Cluster, tokens_per_second: 
     Raises:
         ConfigError: no share does: what the cost model counts beside the matmuls takes longer than was measured.
     """
+
     def predicted(share: float) -> float:
         chip = replace(cluster.accelerator, matmul={**cluster.accelerator.matmul, plan.precision: share})
         return cost.estimate(model, plan, replace(cluster, accelerator=chip)).tokens_per_second
 
     low, high = 1e-6, 100.0  # of a peak that for CPUs is a guess
     if not predicted(low) < tokens_per_second < predicted(high):
-        raise ConfigError(f"{plan.strategy} on {plan.gpus} ranks: no share of {cluster.accelerator.name}'s peak gives "
-                          f"{tokens_per_second:,.0f} tokens/s", "leave this run out")
+        raise ConfigError(
+            f"{plan.strategy} on {plan.gpus} ranks: no share of {cluster.accelerator.name}'s peak gives "
+            f"{tokens_per_second:,.0f} tokens/s",
+            "leave this run out",
+        )
     for _ in range(60):
         share = math.sqrt(low * high)
         low, high = (share, high) if predicted(share) < tokens_per_second else (low, share)
@@ -122,8 +146,12 @@ def calibration(measured: Iterable[tuple[Model, Plan, Cluster, float]]) -> dict[
     return median_shares
 
 
-def write_results(path: Path, document: Mapping[str, Any], results: Sequence[Mapping[str, Any]],
-                  shares: Mapping[str, Mapping[str, float]]) -> None:
+def write_results(
+    path: Path,
+    document: Mapping[str, Any],
+    results: Sequence[Mapping[str, Any]],
+    shares: Mapping[str, Mapping[str, float]],
+) -> None:
     """Write a benchmark plan with its results; what :func:`calibrated` reads."""
     write_text(path, json.dumps({**document, "results": list(results), "matmul": shares}, indent=2) + "\n")
 
@@ -141,16 +169,18 @@ def calibrated(cluster: Cluster, path: str | Path) -> Cluster:
     try:
         shares = json.loads(Path(path).read_text(encoding="utf-8"))["matmul"]
     except OSError as error:
-        raise ConfigError(f"cannot read calibration {path} ({error.strerror})",
-                          "write one with `course bench --run`") from error
+        raise ConfigError(
+            f"cannot read calibration {path} ({error.strerror})", "write one with `course bench --run`"
+        ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} holds no measured shares", "write one with `course bench --run`") from error
     chip = cluster.accelerator
     own = shares.get(chip.name, {}) if isinstance(shares, dict) else {}
-    if not own or not all(name in chip.peak and isinstance(share, float) and share > 0
-                          for name, share in own.items()):
-        raise ConfigError(f"{path} has no measured shares of {chip.name}",
-                          "it has " + (", ".join(shares) or "none") if isinstance(shares, dict) else "")
+    if not own or not all(name in chip.peak and isinstance(share, float) and share > 0 for name, share in own.items()):
+        raise ConfigError(
+            f"{path} has no measured shares of {chip.name}",
+            "it has " + (", ".join(shares) or "none") if isinstance(shares, dict) else "",
+        )
     return replace(cluster, accelerator=_with(chip, own))
 
 

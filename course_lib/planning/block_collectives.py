@@ -16,10 +16,16 @@ from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
 
 BUS_FACTOR = {
-    "all_reduce": lambda n: 2 * (n - 1) / n, "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n, "all_to_all": lambda n: (n - 1) / n, "gather": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n, "broadcast": lambda n: 1.0, "reduce": lambda n: 1.0,
-    "send_recv": lambda n: 1.0, "hypercube": lambda n: 1.0,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "gather": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "reduce": lambda n: 1.0,
+    "send_recv": lambda n: 1.0,
+    "hypercube": lambda n: 1.0,
 }
 """Bytes that a link carries for each byte of a collective's buffer among n ranks."""
 MERGED = (38, 10)
@@ -71,8 +77,9 @@ def calls(plan: Plan) -> tuple[int, int]:
     return (each, each) if plan.context == 1 else (each + forward, each + backward)
 
 
-def exposed(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds,
-            backward: work.Seconds) -> tuple[float, float]:
+def exposed(
+    model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds, backward: work.Seconds
+) -> tuple[float, float]:
     """Seconds of a block's collectives, in its forward and its backward pass, that nothing hides.
 
     Args:
@@ -85,11 +92,17 @@ def exposed(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds,
     sums = _tensor(model, plan, cluster, forward)
     # what is recomputed also communicates; "operators" keeps what the reduce-scatters gave
     again = {"full": 1.0, "alternate": 0.5, "operators": 0.5 if plan.sequence_parallel else 1.0}.get(
-        plan.checkpointing, 0.0)
+        plan.checkpointing, 0.0
+    )
     first, second = _context(model, plan, cluster, forward, backward)
     attends_again = {"full": 1.0, "alternate": 0.5}.get(plan.checkpointing, 0.0)
-    there_and_back = 2 * collective("all_to_all", work.local_tokens(plan) * model.experts_per_token * model.hidden
-                                    * plan.width, plan.expert, 1, cluster)
+    there_and_back = 2 * collective(
+        "all_to_all",
+        work.local_tokens(plan) * model.experts_per_token * model.hidden * plan.width,
+        plan.expert,
+        1,
+        cluster,
+    )
     first += there_and_back
     return sums + first, (1 + again) * sums + second + there_and_back + attends_again * first
 
@@ -108,26 +121,33 @@ def _tensor(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds) -
     size = work.local_tokens(plan) * model.hidden * plan.width
     gather, scatter = (collective(name, size, plan.tensor, 1, cluster) for name in ("all_gather", "reduce_scatter"))
     if not plan.overlap_tensor:
-        return 2 * (gather + scatter if plan.sequence_parallel else collective(
-            "all_reduce", size, plan.tensor, 1, cluster))
+        return 2 * (
+            gather + scatter if plan.sequence_parallel else collective("all_reduce", size, plan.tensor, 1, cluster)
+        )
     pieces = (plan.tensor - 1) / plan.tensor
     # before queries, keys and values; after the output projection; before the MLP; after it
     moved = (gather, scatter, gather, scatter)
-    return sum(max(0.0, seconds - forward.matmul * share * pieces)
-               for seconds, share in zip(moved, matmul_shares(model), strict=True))
+    return sum(
+        max(0.0, seconds - forward.matmul * share * pieces)
+        for seconds, share in zip(moved, matmul_shares(model), strict=True)
+    )
 
 
 def matmul_shares(model: Model) -> tuple[float, float, float, float]:
     """Shares of a block's matmuls: queries, keys and values; attention's output; into the MLP; out of it."""
-    queries, keys, inside = (model.attention_width, model.kv_heads * model.head_dim,
-                             model.ffn * model.experts_per_token)
+    queries, keys, inside = (
+        model.attention_width,
+        model.kv_heads * model.head_dim,
+        model.ffn * model.experts_per_token,
+    )
     widths = (queries + 2 * keys, queries, inside * (2 if model.gated else 1), inside)
     first, second, third, fourth = (one / sum(widths) for one in widths)
     return first, second, third, fourth
 
 
-def _context(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds,
-             backward: work.Seconds) -> tuple[float, float]:
+def _context(
+    model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds, backward: work.Seconds
+) -> tuple[float, float]:
     """Of context ranks, forward and backward, with the putting together of a ring's blocks."""
     ranks = plan.context
     if ranks == 1:
@@ -136,8 +156,10 @@ def _context(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds,
     queries, keys = model.attention_width / plan.tensor, 2 * model.kv_heads * model.head_dim / plan.tensor
     if plan.context_by == "ulysses":
         there = activations.key_copies(model, plan)
-        both = sum(collective("all_to_all", tokens * elements * plan.width, ranks, plan.tensor, cluster)
-                   for elements in (queries + there * keys, queries))
+        both = sum(
+            collective("all_to_all", tokens * elements * plan.width, ranks, plan.tensor, cluster)
+            for elements in (queries + there * keys, queries)
+        )
         return both, both
     moved = collective("all_gather", ranks * tokens * keys * plan.width, ranks, plan.tensor, cluster)
     if plan.context_by == "gather":
@@ -150,5 +172,7 @@ def _context(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds,
     merging = (ranks - 1) * MERGED[plan.compiled] * tokens * queries / rate
     adding = (ranks - 1) * SUMMED[plan.compiled] * tokens * (queries + keys) / rate
     # the gradient of the last keys and values still has to reach their owner
-    return (max(0.0, moved - forward.attention * pieces) + merging,
-            max(0.0, 2 * moved - backward.attention * pieces) + hop + adding)
+    return (
+        max(0.0, moved - forward.attention * pieces) + merging,
+        max(0.0, 2 * moved - backward.attention * pieces) + hop + adding,
+    )

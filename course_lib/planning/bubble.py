@@ -50,4 +50,3 @@ def _waits(name: str, ranks: int, microbatches: int, stages: int, forward: int, 
         busy = max(timeline.busy)
         return busy * share / (1 - share)
     return timeline.makespan * timeline.bubble
-

@@ -39,11 +39,22 @@ def parts(fields: Mapping[str, Any], name: str, head: bool) -> Parts:
             model, has_head = _build(config, head)
         model.tie_weights()
         inside = blocks(model)
-    except (ConfigError, ValueError, TypeError, AttributeError, KeyError, RuntimeError, ImportError,
-            NotImplementedError, StrictDataclassError) as error:
-        raise ModelError(f"{name}: transformers does not build `{family}` of this config as blocks that are counted "
-                         f"({str(error).splitlines()[0] if str(error) else type(error).__name__})",
-                         "give a config.json whose model transformers loads without code of its own") from error
+    except (
+        ConfigError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        RuntimeError,
+        ImportError,
+        NotImplementedError,
+        StrictDataclassError,
+    ) as error:
+        raise ModelError(
+            f"{name}: transformers does not build `{family}` of this config as blocks that are counted "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__})",
+            "give a config.json whose model transformers loads without code of its own",
+        ) from error
     return _count(model, config.get_text_config(), list(inside.values()), has_head)
 
 
@@ -61,6 +72,7 @@ def _build(config: Any, head: bool) -> tuple[Any, bool]:
 
 def _count(model: Any, config: Any, inside: list[nn.Module], has_head: bool) -> Parts:
     """Parameters by where they are, and the sizes that formulas need."""
+
     def first_of(names: tuple[str, ...], default: Any = None) -> Any:
         found = (getattr(config, name, None) for name in names)
         return next((value for value in found if value), default)
@@ -82,8 +94,11 @@ def _count(model: Any, config: Any, inside: list[nn.Module], has_head: bool) -> 
                 continue
             counted.add(parameter)
             of_attention = "attn" in name.lower() or "attention" in name.lower()
-            kind = "norms" if "norm" in name.lower() or name.lower().startswith("ln") else (
-                "attention" if of_attention else "mlp")
+            kind = (
+                "norms"
+                if "norm" in name.lower() or name.lower().startswith("ln")
+                else ("attention" if of_attention else "mlp")
+            )
             sums[kind] += parameter.numel()
             if parameter.ndim < 2 or name.endswith("bias"):
                 continue
@@ -94,17 +109,32 @@ def _count(model: Any, config: Any, inside: list[nn.Module], has_head: bool) -> 
     heads = first_of(("num_attention_heads", "n_head", "n_heads", "num_heads"), 1)
     attention, mlp, norms = (size // layers for size in sums.values())
     inner = first_of(("moe_intermediate_size",) if experts > 1 else ()) or first_of(
-        ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "expansion_ratio"), 4 * hidden)
+        ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "expansion_ratio"), 4 * hidden
+    )
     return Parts(
-        hidden, layers, heads, first_of(("num_key_value_heads", "num_kv_heads"), heads),
-        first_of(("head_dim", "v_head_dim", "d_kv"), hidden // heads), int(inner), first_of(("vocab_size",), 1),
-        first_of(("max_position_embeddings", "n_positions", "max_seq_len"), 0), ends[False], attention, mlp, norms,
-        ends[True], extra=sum(sums.values()) - layers * (attention + mlp + norms), experts=experts,
-        experts_per_token=chosen, gated=any("gate_" in name for name, _ in inside[0].named_parameters()),
+        hidden,
+        layers,
+        heads,
+        first_of(("num_key_value_heads", "num_kv_heads"), heads),
+        first_of(("head_dim", "v_head_dim", "d_kv"), hidden // heads),
+        int(inner),
+        first_of(("vocab_size",), 1),
+        first_of(("max_position_embeddings", "n_positions", "max_seq_len"), 0),
+        ends[False],
+        attention,
+        mlp,
+        norms,
+        ends[True],
+        extra=sum(sums.values()) - layers * (attention + mlp + norms),
+        experts=experts,
+        experts_per_token=chosen,
+        gated=any("gate_" in name for name, _ in inside[0].named_parameters()),
         rms_norm=any("RMSNorm" in type(module).__name__ for module in model.modules()),
         rotary=any("Rotary" in type(module).__name__ for module in model.modules()),
-        causal=has_head and "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__, has_head=has_head,
+        causal=has_head and "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__,
+        has_head=has_head,
         activation=str(first_of(("hidden_act", "hidden_activation", "activation_function"), "gelu")),
         dropout=any(isinstance(module, nn.Dropout) and module.p > 0 for module in inside[0].modules()),
         multiplied=round(multiplied / layers),
-        encoder_decoder=bool(model.config.is_encoder_decoder))
+        encoder_decoder=bool(model.config.is_encoder_decoder),
+    )

@@ -51,8 +51,16 @@ class Cost:
     @property
     def step(self) -> float:
         """Seconds of one step."""
-        return (self.compute + self.recompute + self.launch + self.tensor + self.pipeline + self.bubble + self.data
-                + self.optimizer)
+        return (
+            self.compute
+            + self.recompute
+            + self.launch
+            + self.tensor
+            + self.pipeline
+            + self.bubble
+            + self.data
+            + self.optimizer
+        )
 
     @property
     def tokens_per_second(self) -> float:
@@ -98,19 +106,23 @@ def estimate(model: Model, plan: Plan, cluster: Cluster) -> Cost:
     again = work.recomputed(model, plan, chip)
     head = sum(part.total for part in work.output_layer(model, plan, chip))
     tensor_forward, tensor_backward = block_collectives.exposed(model, plan, cluster, forward, backward)
-    data_forward, data_backward = _sharded(model, plan, cluster, forward.total + tensor_forward,
-                                           backward.total + again.total + tensor_backward)
+    data_forward, data_backward = _sharded(
+        model, plan, cluster, forward.total + tensor_forward, backward.total + again.total + tensor_backward
+    )
 
-    busy = sum((forward.total, backward.total, again.total, tensor_forward, tensor_backward, data_forward,
-                data_backward))
+    busy = sum(
+        (forward.total, backward.total, again.total, tensor_forward, tensor_backward, data_forward, data_backward)
+    )
     host = work.launching(model, plan, calls(plan), cluster.launch)
     late = max(0.0, sum(host) - busy)  # the host runs ahead where it can: only the sum over the passes counts
     late_forward = late * host[0] / sum(host)
     whole = busy + late
     # the slowest pipeline rank: one with the most blocks, or the one with the output layer
     gather = block_collectives.gathered_logits(model, plan, cluster)
-    layers, last = max(((rank.blocks, rank.predicts) for rank in distinct(pipeline_ranks(plan, model.layers))),
-                       key=lambda rank: rank[0] * whole + (head + gather) * rank[1])
+    layers, last = max(
+        ((rank.blocks, rank.predicts) for rank in distinct(pipeline_ranks(plan, model.layers))),
+        key=lambda rank: rank[0] * whole + (head + gather) * rank[1],
+    )
     extra, gather = head * last, gather * last
     one = layers * whole + extra + gather  # one micro-batch
     first = layers * (forward.total + tensor_forward + data_forward + late_forward) + extra / 3 + gather  # its forward
@@ -122,12 +134,15 @@ def estimate(model: Model, plan: Plan, cluster: Cluster) -> Cost:
         tensor=plan.accumulation * (layers * (tensor_forward + tensor_backward) + gather),
         pipeline=2 * message * (plan.accumulation * plan.virtual + plan.pipeline - 1),
         bubble=bubble_seconds(plan, first, one - first - layers * forward.matmul, layers * forward.matmul),
-        data=plan.accumulation * layers * (data_forward + data_backward) + _once(
-            model, plan, cluster, layers * (backward.total + again.total + tensor_backward + late - late_forward)),
+        data=plan.accumulation * layers * (data_forward + data_backward)
+        + _once(model, plan, cluster, layers * (backward.total + again.total + tensor_backward + late - late_forward)),
         optimizer=_optimizer(model, plan, cluster),
         tokens=plan.global_batch * plan.sequence_length,
         flops=plan.global_batch * plan.sequence_length * model.flops(plan.sequence_length),
-        gpus=plan.gpus, peak=chip.peak[plan.precision], dollars_per_gpu_hour=cluster.dollars_per_gpu_hour)
+        gpus=plan.gpus,
+        peak=chip.peak[plan.precision],
+        dollars_per_gpu_hour=cluster.dollars_per_gpu_hour,
+    )
 
 
 def _sharded(model: Model, plan: Plan, cluster: Cluster, forward: float, backward: float) -> tuple[float, float]:
@@ -154,8 +169,9 @@ def _sharded(model: Model, plan: Plan, cluster: Cluster, forward: float, backwar
         size = adapters.frozen_bytes(model, plan.base_bits == 4, plan.width) / model.layer
     gather = collective("all_gather", weights * size, plan.shards, plan.tensor, cluster)
     scatter = collective("reduce_scatter", trained * plan.bytes.gradients, plan.shards, plan.tensor, cluster)
-    scatter += collective("all_reduce", trained * plan.bytes.gradients / plan.shards, plan.replicas,
-                          plan.tensor * plan.shards, cluster)  # of each copy's piece
+    scatter += collective(
+        "all_reduce", trained * plan.bytes.gradients / plan.shards, plan.replicas, plan.tensor * plan.shards, cluster
+    )  # of each copy's piece
     waits = 0.0
     if offloaded:
         gather += weights * plan.bytes.parameters / plan.shards / cluster.accelerator.pcie
@@ -175,14 +191,16 @@ def _once(model: Model, plan: Plan, cluster: Cluster, last_backward: float) -> f
     FSDP in a pipeline is among them: gathered before the first micro-batch, scattered after the last (arXiv
     2407.21783 section 3.3.2; torchtitan's parallelize_llama.py and PyTorch's pipeline stages do the same).
     """
-    weights = (_trained(model, plan, model.parameters) + model.layers * memory.expert_padding(model, plan)
-               ) / plan.pipeline
+    weights = (
+        _trained(model, plan, model.parameters) + model.layers * memory.expert_padding(model, plan)
+    ) / plan.pipeline
     if plan.stage == 3 and plan.pipeline == 1:
         # the first gather of a step, which nothing comes before: embedding and output layer
         ends = (model.embedding + model.head) / plan.tensor
         moved = ends * plan.bytes.parameters / plan.shards if plan.offload == "parameters" else 0.0
         return collective("all_gather", ends * plan.width, plan.shards, plan.tensor, cluster) + (
-            moved / cluster.accelerator.pcie)
+            moved / cluster.accelerator.pcie
+        )
     if plan.shards == 1:
         return 0.0
     parts = [(weights, plan.shards, plan.tensor)]

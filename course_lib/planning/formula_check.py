@@ -44,12 +44,16 @@ def compare(model: str | Model, setting: "Setting", simulated: "Simulated") -> l
     buffers = sum(simulated.at_peak[kind] for kind in passing)
     if setting.strategy in ("fsdp", "zero3", "hsdp"):
         buffers += max(0, simulated.at_peak["gradients"] - waiting)
-    rows = [Difference("parameters", formula.parameters, simulated.resident["parameters"]),
-            Difference("gradients", formula.gradients, waiting),
-            Difference("optimizer", formula.optimizer, simulated.resident["optimizer states"])]
+    rows = [
+        Difference("parameters", formula.parameters, simulated.resident["parameters"]),
+        Difference("gradients", formula.gradients, waiting),
+        Difference("optimizer", formula.optimizer, simulated.resident["optimizer states"]),
+    ]
     rows.append(Difference("model states", formula.states, sum(row.simulated for row in rows)))
-    rows += [Difference("activations", formula.activations, simulated.peak["activations"]),
-             Difference("logits", formula.logits, simulated.peak["logits"]),
-             Difference("buffers", formula.buffers, buffers),
-             Difference("total", formula.total, simulated.total)]
+    rows += [
+        Difference("activations", formula.activations, simulated.peak["activations"]),
+        Difference("logits", formula.logits, simulated.peak["logits"]),
+        Difference("buffers", formula.buffers, buffers),
+        Difference("total", formula.total, simulated.total),
+    ]
     return rows

@@ -21,8 +21,12 @@ from course_lib.planning.plan import Engine, Plan
 STEPS = 5
 """Measured steps that are taken, after the first line of the record; more where lines are further apart."""
 LAYOUTS: dict[str, tuple[Engine, int]] = {
-    "ddp": ("ddp", 0), "zero1": ("deepspeed", 1), "zero2": ("deepspeed", 2), "zero3": ("deepspeed", 3),
-    "fsdp": ("fsdp", 3)}
+    "ddp": ("ddp", 0),
+    "zero1": ("deepspeed", 1),
+    "zero2": ("deepspeed", 2),
+    "zero3": ("deepspeed", 3),
+    "fsdp": ("fsdp", 3),
+}
 
 
 @dataclass(frozen=True)
@@ -56,21 +60,29 @@ class Calibrated:
     def lines(self) -> list[str]:
         """What was taken from the run, and what moved."""
         planned, held = self.peak
-        lines = [f"Calibrated by {self.run}: {self.steps} steps of {self.model}, {self.plan.strategy} on "
-                 f"{self.plan.gpus} x {self.cluster.accelerator.name}, {self.measured:,.0f} tokens/s; planned were "
-                 f"{self.before:,.0f} ({self.before / self.measured - 1:+.0%}).",
-                 f"Moved: the share of {self.plan.precision}'s peak that matmuls reach, {self.share[0]:.3g} to "
-                 f"{self.share[1]:.3g}."]
+        lines = [
+            f"Calibrated by {self.run}: {self.steps} steps of {self.model}, {self.plan.strategy} on "
+            f"{self.plan.gpus} x {self.cluster.accelerator.name}, {self.measured:,.0f} tokens/s; planned were "
+            f"{self.before:,.0f} ({self.before / self.measured - 1:+.0%}).",
+            f"Moved: the share of {self.plan.precision}'s peak that matmuls reach, {self.share[0]:.3g} to "
+            f"{self.share[1]:.3g}.",
+        ]
         assumed, here = self.launch
         if here:
-            lines.append(f"Moved: the host's time for one operation, {1e6 * assumed:.3g} to {1e6 * here:.3g} "
-                         "microseconds, measured on this host.")
+            lines.append(
+                f"Moved: the host's time for one operation, {1e6 * assumed:.3g} to {1e6 * here:.3g} "
+                "microseconds, measured on this host."
+            )
         else:
-            lines.append(f"Not moved: the host's time for one operation, {1e6 * assumed:.3g} microseconds: this host "
-                         f"has no {self.cluster.accelerator.name} to measure it with.")
+            lines.append(
+                f"Not moved: the host's time for one operation, {1e6 * assumed:.3g} microseconds: this host "
+                f"has no {self.cluster.accelerator.name} to measure it with."
+            )
         if held:
-            lines.append(f"Not moved: memory, {planned / 2**30:.1f} GiB planned and {held / 2**30:.1f} measured "
-                         f"({planned / held - 1:+.0%}).")
+            lines.append(
+                f"Not moved: memory, {planned / 2**30:.1f} GiB planned and {held / 2**30:.1f} measured "
+                f"({planned / held - 1:+.0%})."
+            )
         return lines
 
 
@@ -89,13 +101,16 @@ def calibrate(cluster: Cluster, run: Path) -> Calibrated:
         text = (run / "metrics.jsonl").read_text(encoding="utf-8")
         record = [json.loads(line) for line in text.splitlines()]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{run} is no finished run of `course train` ({error})",
-                          "give the folder that has its summary.json and metrics.jsonl") from None
+        raise ConfigError(
+            f"{run} is no finished run of `course train` ({error})",
+            "give the folder that has its summary.json and metrics.jsonl",
+        ) from None
     config = load([run / "config.yaml"])
     chip = cluster.accelerator
     if (summary["device"] == "cpu") != (chip.name == "CPU"):
-        raise ConfigError(f"{run} was made on {summary['device']}, and the plan is for {chip.name}",
-                          "give a run on that accelerator")
+        raise ConfigError(
+            f"{run} was made on {summary['device']}, and the plan is for {chip.name}", "give a run on that accelerator"
+        )
     steps, rate, length = measured(record, run)
     plan = plan_of(config, summary, length)
     name = run / "model"
@@ -111,9 +126,18 @@ def calibrate(cluster: Cluster, run: Path) -> Calibrated:
     share = benchmark.matmul_share(model, plan, there, rate)
     moved = replace(chip, matmul={**chip.matmul, plan.precision: share})
     held = max(summary.get("memory", {}).get("peak_bytes") or [0]) if summary["device"] != "cpu" else None
-    return Calibrated(replace(cluster, accelerator=moved, launch=there.launch), run, config.model.model, plan, steps,
-                      rate, before, (chip.matmul[plan.precision], share), (cluster.launch, launch),
-                      (memory.estimate(model, plan).total, held))
+    return Calibrated(
+        replace(cluster, accelerator=moved, launch=there.launch),
+        run,
+        config.model.model,
+        plan,
+        steps,
+        rate,
+        before,
+        (chip.matmul[plan.precision], share),
+        (cluster.launch, launch),
+        (memory.estimate(model, plan).total, held),
+    )
 
 
 def measured(record: list[dict[str, Any]], run: Path) -> tuple[int, float, int]:
@@ -129,14 +153,18 @@ def measured(record: list[dict[str, Any]], run: Path) -> tuple[int, float, int]:
         if line["step"] - lines[0]["step"] >= STEPS:
             break
     if not taken or taken[-1]["step"] - taken[0]["step"] < STEPS:
-        raise ConfigError(f"{run} has no {STEPS} measured steps after the first line of its metrics.jsonl",
-                          "train with --logging-steps 1 for some steps more")
+        raise ConfigError(
+            f"{run} has no {STEPS} measured steps after the first line of its metrics.jsonl",
+            "train with --logging-steps 1 for some steps more",
+        )
 
     def total(line: dict[str, Any], what: str) -> float:  # the record has means since the start
         return line[f"{what}_per_second"] * line["seconds"]
 
-    rates = [(total(late, "tokens") - total(early, "tokens")) / (late["seconds"] - early["seconds"])
-             for early, late in zip(taken, taken[1:], strict=False)]
+    rates = [
+        (total(late, "tokens") - total(early, "tokens")) / (late["seconds"] - early["seconds"])
+        for early, late in zip(taken, taken[1:], strict=False)
+    ]
     rows, tokens = (total(taken[-1], what) - total(taken[0], what) for what in ("samples", "tokens"))
     return taken[-1]["step"] - taken[0]["step"], statistics.median(rates), max(1, round(tokens / rows))
 
@@ -153,14 +181,26 @@ def plan_of(config: Config, summary: dict[str, Any], length: int) -> Plan:
     """
     parallel, run = config.parallel, config.run
     if parallel.strategy not in LAYOUTS or run.training_type == "pipeline":
-        raise ConfigError(f"a run of {run.training_type}, {parallel.strategy} is not read as a plan",
-                          "give a run with " + ", ".join(LAYOUTS) + ", without a pipeline")
+        raise ConfigError(
+            f"a run of {run.training_type}, {parallel.strategy} is not read as a plan",
+            "give a run with " + ", ".join(LAYOUTS) + ", without a pipeline",
+        )
     (engine, stage), tensor = LAYOUTS[parallel.strategy], parallel.tensor_parallel_size
     low = summary["mixed_precision"]
     copies = summary["world_size"] // parallel.shard_group_size if parallel.shard_group_size else 1
-    return Plan(length, engine, stage, data=summary["world_size"] // tensor, tensor=tensor, replicas=copies,
-                micro_batch=run.batch_size, accumulation=run.gradient_accumulation_steps,
-                checkpointing="full" if config.model.activation_checkpointing else "none",
-                precision=low if low in ("bf16", "fp16") else "tf32" if summary.get("tf32") else "fp32",
-                sequence_parallel=parallel.sequence_parallel, compiled=config.model.torch_compile, loss="chunked",
-                head="gathered")
+    return Plan(
+        length,
+        engine,
+        stage,
+        data=summary["world_size"] // tensor,
+        tensor=tensor,
+        replicas=copies,
+        micro_batch=run.batch_size,
+        accumulation=run.gradient_accumulation_steps,
+        checkpointing="full" if config.model.activation_checkpointing else "none",
+        precision=low if low in ("bf16", "fp16") else "tf32" if summary.get("tf32") else "fp32",
+        sequence_parallel=parallel.sequence_parallel,
+        compiled=config.model.torch_compile,
+        loss="chunked",
+        head="gathered",
+    )

@@ -151,10 +151,19 @@ def accelerators() -> dict[str, Accelerator]:
         half = next(peak[dtype] for dtype in ("bf16", "fp16", "fp32") if dtype in peak)
         forward, backward = row.get("attention", (ATTENTION_SHARE[0] * half, ATTENTION_SHARE[1] * half))
         known[name] = Accelerator(
-            name, row["memory_mib"] * 2**20, row["bandwidth"], peak, row["link"],
-            row.get("bus", row["link"] * LINK_EFFICIENCY), row.get("latency", LINK_LATENCY), row["pcie"],
-            {dtype: shares.get(dtype, MATMUL_SHARE) for dtype in peak}, (forward, backward), row["year"],
-            row["source"])
+            name,
+            row["memory_mib"] * 2**20,
+            row["bandwidth"],
+            peak,
+            row["link"],
+            row.get("bus", row["link"] * LINK_EFFICIENCY),
+            row.get("latency", LINK_LATENCY),
+            row["pcie"],
+            {dtype: shares.get(dtype, MATMUL_SHARE) for dtype in peak},
+            (forward, backward),
+            row["year"],
+            row["source"],
+        )
     return known
 
 
@@ -167,16 +176,35 @@ def _resolve(name: str) -> str:
     """A catalogue name from the way people write it: ``a100-80gb``, ``NVIDIA H100 80GB HBM3``, ``4090``."""
     plain = name.lower().removeprefix("nvidia ").replace("geforce ", "").replace("_", "-").replace(" ", "-")
     known = {key.lower(): key for key in names()}
-    aliases = {"a100": "A100-80", "a100-80gb": "A100-80", "a100-sxm4-80gb": "A100-80", "a100-40gb": "A100-40",
-               "a100-sxm4-40gb": "A100-40", "h100-80gb": "H100", "h100-80gb-hbm3": "H100", "h100-80": "H100",
-               "h200-141gb": "H200", "v100": "V100-32", "v100-32gb": "V100-32", "v100-16gb": "V100-16",
-               "tesla-t4": "T4", "tesla-v100-sxm2-16gb": "V100-16", "tesla-v100-sxm2-32gb": "V100-32",
-               "3090": "RTX-3090", "4090": "RTX-4090", "rtx3090": "RTX-3090", "rtx4090": "RTX-4090", "a10": "A10G",
-               "b300-sxm6-ac": "B300"}
+    aliases = {
+        "a100": "A100-80",
+        "a100-80gb": "A100-80",
+        "a100-sxm4-80gb": "A100-80",
+        "a100-40gb": "A100-40",
+        "a100-sxm4-40gb": "A100-40",
+        "h100-80gb": "H100",
+        "h100-80gb-hbm3": "H100",
+        "h100-80": "H100",
+        "h200-141gb": "H200",
+        "v100": "V100-32",
+        "v100-32gb": "V100-32",
+        "v100-16gb": "V100-16",
+        "tesla-t4": "T4",
+        "tesla-v100-sxm2-16gb": "V100-16",
+        "tesla-v100-sxm2-32gb": "V100-32",
+        "3090": "RTX-3090",
+        "4090": "RTX-4090",
+        "rtx3090": "RTX-3090",
+        "rtx4090": "RTX-4090",
+        "a10": "A10G",
+        "b300-sxm6-ac": "B300",
+    }
     if plain in known or plain in aliases:
         return known.get(plain) or aliases[plain]
-    raise ConfigError(f"accelerator `{name}` is not in the catalogue",
-                      nearest(plain, {**known, **aliases}) or "choose from " + ", ".join(accelerators()))
+    raise ConfigError(
+        f"accelerator `{name}` is not in the catalogue",
+        nearest(plain, {**known, **aliases}) or "choose from " + ", ".join(accelerators()),
+    )
 
 
 def of_device(name: str) -> Accelerator | None:
@@ -202,20 +230,31 @@ def accelerator(name: str) -> Accelerator:
 def instance(name: str, gpus: int) -> str | None:
     """The cheapest SageMaker instance with just so many of an accelerator; None where there is none."""
     chip = accelerator(name).name
-    fitting = {kind: row["dollars"] for kind, row in _catalogue()["instances"].items()
-               if (row["accelerator"], row["gpus"]) == (chip, gpus)}
+    fitting = {
+        kind: row["dollars"]
+        for kind, row in _catalogue()["instances"].items()
+        if (row["accelerator"], row["gpus"]) == (chip, gpus)
+    }
     return min(fitting, key=fitting.__getitem__, default=None)
 
 
 def lowest_price(name: str) -> float | None:
     """Dollars per hour of one such GPU in the SageMaker instance that has it cheapest; None where none has it."""
     chip = accelerator(name).name
-    return min((row["dollars"] / row["gpus"] for row in _catalogue()["instances"].values()
-                if row["accelerator"] == chip), default=None)
+    return min(
+        (row["dollars"] / row["gpus"] for row in _catalogue()["instances"].values() if row["accelerator"] == chip),
+        default=None,
+    )
 
 
-def cluster(name: str, gpus: int | None = None, *, gpus_per_node: int | None = None, network: float | None = None,
-            memory_gb: float | None = None) -> Cluster:
+def cluster(
+    name: str,
+    gpus: int | None = None,
+    *,
+    gpus_per_node: int | None = None,
+    network: float | None = None,
+    memory_gb: float | None = None,
+) -> Cluster:
     """A cluster of one kind of accelerator or SageMaker instance.
 
     Args:
@@ -238,10 +277,18 @@ def cluster(name: str, gpus: int | None = None, *, gpus_per_node: int | None = N
         raise ConfigError(f"a cluster of {count} GPUs, {per_node} in a node", "give at least one GPU")
     if memory_gb is not None:
         if not 0 < memory_gb * 2**30 <= chip.memory:
-            raise ConfigError(f"{memory_gb} GiB per GPU, and {chip.name} has {chip.memory / 2**30:.1f}",
-                              "give less, or another accelerator")
+            raise ConfigError(
+                f"{memory_gb} GiB per GPU, and {chip.name} has {chip.memory / 2**30:.1f}",
+                "give less, or another accelerator",
+            )
         chip = replace(chip, memory=int(memory_gb * 2**30))
-    return Cluster(chip, count, min(per_node, count), network or (instance or node)["network"],
-                   node["host_bandwidth"], 2**30 * (instance or node)["host_gib"] / (instance or node)["gpus"],
-                   instance["dollars"] / instance["gpus"] if instance else None,
-                   resolved if instance else None)
+    return Cluster(
+        chip,
+        count,
+        min(per_node, count),
+        network or (instance or node)["network"],
+        node["host_bandwidth"],
+        2**30 * (instance or node)["host_gib"] / (instance or node)["gpus"],
+        instance["dollars"] / instance["gpus"] if instance else None,
+        resolved if instance else None,
+    )

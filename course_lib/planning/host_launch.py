@@ -13,8 +13,13 @@ LAYERS = (2, 10)
 """Blocks of the two models whose times are subtracted, so that embedding, loss and clearing gradients drop out."""
 PASSES = 20
 """Timed passes of each, after a quarter as many untimed."""
-NARROW = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
-          "num_key_value_heads": 4}
+NARROW = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
 
 
 def device_here(accelerator: str) -> torch.device | None:
@@ -47,4 +52,4 @@ def _of_a_pass(layers: int, device: torch.device) -> float:
         model(ids, labels=ids).loss.backward()
         seconds.append(time.perf_counter() - started)
         model.zero_grad()
-    return statistics.median(seconds[PASSES // 4:])
+    return statistics.median(seconds[PASSES // 4 :])

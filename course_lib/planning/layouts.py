@@ -30,9 +30,17 @@ def default_batch(gpus: int, sequence_length: int) -> int:
     return gpus * max(1, round(TOKENS_PER_STEP / sequence_length / gpus))
 
 
-def layouts(model: Model, gpus: int, gpus_per_node: int, sequence_length: int, global_batch: int,
-            precision: str, offload: bool = True, settings: Mapping[str, Any] = NOTHING,
-            losses: Collection[Loss] = TRIED) -> Iterator[Plan]:
+def layouts(
+    model: Model,
+    gpus: int,
+    gpus_per_node: int,
+    sequence_length: int,
+    global_batch: int,
+    precision: str,
+    offload: bool = True,
+    settings: Mapping[str, Any] = NOTHING,
+    losses: Collection[Loss] = TRIED,
+) -> Iterator[Plan]:
     """Every legal layout at micro-batch 1, nothing recomputed; as it is really run.
 
     Args:
@@ -97,8 +105,13 @@ def _flat(base: Plan, model: Model, gpus: int, gpus_per_node: int, global_batch:
         ranks *= 2
     for expert in range(2, model.experts + 1):
         if not (model.experts % expert or gpus % expert or base.lora_rank):
-            yield from (_as_run(replace(flat, engine="megatron", stage=stage, expert=expert, compiled=False,
-                                        recipe="autocast"), model) for stage in (0, 1, 2))
+            yield from (
+                _as_run(
+                    replace(flat, engine="megatron", stage=stage, expert=expert, compiled=False, recipe="autocast"),
+                    model,
+                )
+                for stage in (0, 1, 2)
+            )
 
 
 def _split(base: Plan, model: Model, gpus: int, gpus_per_node: int, global_batch: int) -> Iterator[Plan]:
@@ -113,8 +126,9 @@ def _split(base: Plan, model: Model, gpus: int, gpus_per_node: int, global_batch
             data = ranks // (tensor * pipeline)
             if tensor * pipeline == 1 or global_batch % data or (whole and tensor > 1) or base.lora_rank:
                 continue  # PEFT's adapters are for models that are not split
-            grid = replace(base, data=data, tensor=tensor, pipeline=pipeline, accumulation=global_batch // data,
-                           compiled=False)
+            grid = replace(
+                base, data=data, tensor=tensor, pipeline=pipeline, accumulation=global_batch // data, compiled=False
+            )
             stage = 1 if grid.shards > 1 and not whole else 0
             yield _as_run(replace(grid, engine="megatron", stage=stage, recipe="autocast"), model)
             if pipeline == 1 and grid.shards > 1 and not whole:
@@ -153,6 +167,12 @@ def variants(plan: Plan, model: Model) -> Iterator[Plan]:
             while size <= 64 and plan.accumulation % size == 0:
                 accumulation = plan.accumulation // size
                 if schedule != "interleaved" or accumulation % plan.pipeline == 0:  # which takes whole rounds
-                    yield replace(plan, checkpointing=checkpointing, schedule=schedule, virtual=virtual,
-                                  micro_batch=size, accumulation=accumulation)
+                    yield replace(
+                        plan,
+                        checkpointing=checkpointing,
+                        schedule=schedule,
+                        virtual=virtual,
+                        micro_batch=size,
+                        accumulation=accumulation,
+                    )
                 size *= 2

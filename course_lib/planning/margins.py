@@ -26,5 +26,7 @@ MEMORY = Margin(58, 0.052, 0.221)
 
 def said() -> str:
     """Both medians in a sentence; how far a number may lie off is said by its interval."""
-    return (f"Of {THROUGHPUT.rows} measured runs half were within {THROUGHPUT.median:.1%} of the planned tokens/s, "
-            f"of {MEMORY.rows} half within {MEMORY.median:.1%} of the planned memory.")
+    return (
+        f"Of {THROUGHPUT.rows} measured runs half were within {THROUGHPUT.median:.1%} of the planned tokens/s, "
+        f"of {MEMORY.rows} half within {MEMORY.median:.1%} of the planned memory."
+    )

@@ -54,8 +54,10 @@ class Memory:
 
     def at_peak(self) -> dict[str, float]:
         """The kinds that stand at the same time, in the order of a stacked bar; their sum is the peak."""
-        held = {kind: getattr(self, kind) for kind in
-                ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")}
+        held = {
+            kind: getattr(self, kind)
+            for kind in ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+        }
         if not self.gradients_wait:
             before = self.gradients < self.activations + self.logits
             held |= {"gradients": 0.0} if before else {"activations": 0.0, "logits": 0.0}
@@ -78,8 +80,10 @@ def estimate(model: Model, plan: Plan) -> Memory:
         model: the model.
         plan: the layout; its ``accumulation`` micro-batches fill the pipeline.
     """
-    return max((of_rank(model, plan, rank) for rank in distinct(pipeline_ranks(plan, model.layers))),
-               key=lambda memory: memory.total)
+    return max(
+        (of_rank(model, plan, rank) for rank in distinct(pipeline_ranks(plan, model.layers))),
+        key=lambda memory: memory.total,
+    )
 
 
 def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
@@ -96,15 +100,15 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
     if plan.lora_rank:
         trained = layers * adapters.of_a_block(model, plan.lora_rank) / t
         frozen = layers * adapters.frozen_bytes(model, plan.base_bits == 4, plan.width) / t + plan.width * (
-            cross / t + ends)
+            cross / t + ends
+        )
     if plan.optimizer != "adamw":
         of_block_state, outside = optimizers.bytes_per_parameter(plan.optimizer, model)
         moments = of_block_state if plan.lora_rank else (of_block_state * (local - ends) + outside * ends) / local
 
     padding = expert_padding(model, plan)  # of a block
     own = (trained + layers * padding + elsewhere) / shards  # an expert is on fewer ranks, and shared by those alone
-    parameters = recipe.parameters * (own if plan.stage >= 3 else trained) + frozen / (
-        shards if plan.stage >= 3 else 1)
+    parameters = recipe.parameters * (own if plan.stage >= 3 else trained) + frozen / (shards if plan.stage >= 3 else 1)
     gradients = (recipe.gradients + recipe.accumulated) * (own if plan.stage >= 2 else trained)
     optimizer = (recipe.master + moments) * (own if plan.stage >= 1 else trained)
     host = 0.0
@@ -124,8 +128,17 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
     def of_block(checkpointing: Checkpointing) -> float:
         more = {"full": 0.0, "alternate": 0.5}.get(checkpointing, 1.0) * plan.micro_batch * sequence * copied
         return more + activations.of_block(
-            model, plan.micro_batch, sequence, tensor=t, width=width, flash=plan.flash, fused=plan.compiled,
-            sequence_parallel=plan.sequence_parallel, checkpointing=checkpointing, autocast=plan.autocasts)
+            model,
+            plan.micro_batch,
+            sequence,
+            tensor=t,
+            width=width,
+            flash=plan.flash,
+            fused=plan.compiled,
+            sequence_parallel=plan.sequence_parallel,
+            checkpointing=checkpointing,
+            autocast=plan.autocasts,
+        )
 
     depth = 1.0
     if plan.pipeline > 1:
@@ -166,8 +179,15 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
         # autocast makes the 16-bit weights anew in each forward pass, in whose backward pass matmuls have to find them;
         # recomputed blocks let go of them when the forward pass ends
         copies = {"full": 1.0, "alternate": (1 + depth) / 2}.get(plan.checkpointing, depth)
-        cast = layers * block - elsewhere + (model.vocab * model.hidden / vocabulary.ranks_of_vocabulary(model, plan)
-                                 if predicts and model.has_head else 0)
+        cast = (
+            layers * block
+            - elsewhere
+            + (
+                model.vocab * model.hidden / vocabulary.ranks_of_vocabulary(model, plan)
+                if predicts and model.has_head
+                else 0
+            )
+        )
         buffers += width * cast * copies
     if plan.base_bits == 4:
         buffers += width * adapters.dequantized(model) / t

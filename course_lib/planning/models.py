@@ -96,10 +96,12 @@ def from_config(config: Mapping[str, Any], name: str = "model", head: bool = Tru
     family = config.get("model_type")
     if family not in FAMILIES:
         if family is None or not (build and _known_to_transformers(family)):
-            raise ModelError(f"{name}: config has no `model_type`" if family is None else
-                             f"{name}: {'transformers' if build else 'the planner'} has no architecture `{family}`",
-                             nearest(str(family), FAMILIES) or "by arithmetic the planner knows "
-                             + ", ".join(sorted(FAMILIES)))
+            raise ModelError(
+                f"{name}: config has no `model_type`"
+                if family is None
+                else f"{name}: {'transformers' if build else 'the planner'} has no architecture `{family}`",
+                nearest(str(family), FAMILIES) or "by arithmetic the planner knows " + ", ".join(sorted(FAMILIES)),
+            )
         from course_lib.planning import built  # here: it takes torch and transformers, seconds
 
         return _model(built.parts(config, name, head), name, family)
@@ -118,8 +120,10 @@ def from_config(config: Mapping[str, Any], name: str = "model", head: bool = Tru
             raise ModelError(f"{name}: `{key}: {full[key]}` is no size", "give a whole number from 1 on")
     parts = read(full, head)
     if "head_dim" not in full and family != "t5" and parts.hidden % parts.heads:
-        raise ModelError(f"{name}: width {parts.hidden} does not divide into {parts.heads} heads",
-                         "give a number of heads that divides it")
+        raise ModelError(
+            f"{name}: width {parts.hidden} does not divide into {parts.heads} heads",
+            "give a number of heads that divides it",
+        )
     return _model(parts, name, family)
 
 
@@ -175,8 +179,10 @@ def load(model: str | Path | Mapping[str, Any] | Model, head: bool = True) -> Mo
     if path.exists():
         return from_config(_read(path), path.stem if path.is_file() else path.resolve().name, head)
     if str(model).count("/") != 1 or isinstance(model, Path):
-        raise ModelError(f"model `{model}` is neither in the catalogue nor a local folder or file",
-                         nearest(str(model).lower(), known) or "give a Hub name, a folder, or a name of the catalogue")
+        raise ModelError(
+            f"model `{model}` is neither in the catalogue nor a local folder or file",
+            nearest(str(model).lower(), known) or "give a Hub name, a folder, or a name of the catalogue",
+        )
     return from_config(_read(_from_hub(str(model))), str(model), head)
 
 
@@ -204,9 +210,14 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json", local_files_only=problem is not None))
     except LocalEntryNotFoundError as error:
-        raise ModelError(f"model `{name}` is not in the catalogue nor in the Hub's local cache, and the Hub cannot be "
-                         f"reached ({problem or error})", hint or "give a folder with its config.json") from error
+        raise ModelError(
+            f"model `{name}` is not in the catalogue nor in the Hub's local cache, and the Hub cannot be "
+            f"reached ({problem or error})",
+            hint or "give a folder with its config.json",
+        ) from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"model `{name}` is not in the catalogue and not on the Hub ({reason})",
-                         hint or "check the name, or give a folder with its config.json") from error
+        raise ModelError(
+            f"model `{name}` is not in the catalogue and not on the Hub ({reason})",
+            hint or "check the name, or give a folder with its config.json",
+        ) from error

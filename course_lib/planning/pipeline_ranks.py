@@ -32,8 +32,9 @@ def pipeline_ranks(plan: Plan, layers: int) -> tuple[PipelineRank, ...]:
     ranks = plan.pipeline
     if plan.schedule == "zbv" and ranks > 1:  # a V: down the ranks and up again, so that the first has both ends
         blocks = blocks_per_stage(layers, 2 * ranks)
-        return tuple(PipelineRank(rank, blocks[rank] + blocks[-1 - rank], rank == 0, rank == 0)
-                     for rank in range(ranks))
+        return tuple(
+            PipelineRank(rank, blocks[rank] + blocks[-1 - rank], rank == 0, rank == 0) for rank in range(ranks)
+        )
     blocks = blocks_per_stage(layers, ranks * plan.virtual)
     return tuple(PipelineRank(rank, sum(blocks[rank::ranks]), rank == 0, rank == ranks - 1) for rank in range(ranks))
 
@@ -55,6 +56,12 @@ def in_flight(schedule: str, ranks: int, microbatches: int, virtual: int = 1, ra
     4.2.3), arXiv 2401.10241 table 2 and section 6 (zero bubble).
     """
     warm_up = 2 * (ranks - rank - 1) + (virtual - 1) * ranks + 1  # stages' forwards before the first backward
-    limit = {"gpipe": microbatches, "1f1b": ranks - rank, "zb_h1": ranks, "zb_h2": 2 * ranks - 1, "zbv": ranks,
-             "interleaved": warm_up / virtual}[schedule]
+    limit = {
+        "gpipe": microbatches,
+        "1f1b": ranks - rank,
+        "zb_h1": ranks,
+        "zb_h2": 2 * ranks - 1,
+        "zbv": ranks,
+        "interleaved": warm_up / virtual,
+    }[schedule]
     return min(limit, microbatches)

@@ -50,8 +50,12 @@ RECIPES = {
     "nanotron FP8": Recipe(1, 1, 2, 2, accumulated=4),
 }
 """Bytes per parameter by recipe; the sums are the Ultra-Scale Playbook's table of mixed-precision recipes."""
-ENGINE_RECIPE: dict[Engine, str] = {"ddp": "autocast", "fsdp": "autocast", "deepspeed": "mixed",
-                                    "megatron": "mixed, fp32 gradients"}
+ENGINE_RECIPE: dict[Engine, str] = {
+    "ddp": "autocast",
+    "fsdp": "autocast",
+    "deepspeed": "mixed",
+    "megatron": "mixed, fp32 gradients",
+}
 """DDP with autocast and FSDP2 with a mixed-precision policy keep fp32 weights; DeepSpeed and Megatron keep a copy."""
 
 
@@ -120,8 +124,18 @@ class Plan:
     """The collectives of tensor parallelism move while matmuls run (Transformer Engine's userbuffers, async TP)."""
 
     def __post_init__(self) -> None:
-        for name in ("sequence_length", "data", "tensor", "pipeline", "context", "replicas", "expert", "micro_batch",
-                     "accumulation", "virtual"):
+        for name in (
+            "sequence_length",
+            "data",
+            "tensor",
+            "pipeline",
+            "context",
+            "replicas",
+            "expert",
+            "micro_batch",
+            "accumulation",
+            "virtual",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"a plan with {name} {getattr(self, name)}", "give at least 1")
         if self.recipe and self.recipe not in RECIPES:
@@ -129,25 +143,38 @@ class Plan:
         if self.optimizer not in OPTIMIZERS:
             raise ConfigError(f"optimizer `{self.optimizer}` is unknown", "choose from " + ", ".join(OPTIMIZERS))
         if self.lora_rank < 0 or self.base_bits not in (4, 16) or (self.base_bits == 4 and not self.lora_rank):
-            raise ConfigError(f"adapters of rank {self.lora_rank} beside {self.base_bits} bits",
-                              "give a rank from 1 on, and 16 or 4 bits; without adapters nothing is kept in 4")
+            raise ConfigError(
+                f"adapters of rank {self.lora_rank} beside {self.base_bits} bits",
+                "give a rank from 1 on, and 16 or 4 bits; without adapters nothing is kept in 4",
+            )
         if self.optimizer in WHOLE and (self.tensor > 1 or self.stage > 0 or self.lora_rank):
-            raise ConfigError(f"{self.optimizer} with sharding, tensor ranks or adapters: it needs whole matrices",
-                              "plan it with DDP, or another optimizer")
+            raise ConfigError(
+                f"{self.optimizer} with sharding, tensor ranks or adapters: it needs whole matrices",
+                "plan it with DDP, or another optimizer",
+            )
         if not 0 <= self.stage <= 3 or (self.engine == "fsdp") != (self.stage == 3 and self.engine != "deepspeed"):
-            raise ConfigError(f"{self.engine} at ZeRO stage {self.stage}",
-                              "FSDP is stage 3; DDP is 0, Megatron 0 or 1, DeepSpeed 1 to 3")
+            raise ConfigError(
+                f"{self.engine} at ZeRO stage {self.stage}",
+                "FSDP is stage 3; DDP is 0, Megatron 0 or 1, DeepSpeed 1 to 3",
+            )
         if self.replicas > 1 and (self.engine != "fsdp" or self.data * self.context % self.replicas):
-            raise ConfigError(f"{self.replicas} copies of the model over {self.data * self.context} ranks of "
-                              f"{self.engine}", "copies are FSDP's, and divide its ranks")
-        if self.expert > 1 and (self.engine != "megatron" or self.data % self.expert
-                                or self.tensor * self.pipeline * self.context > 1):
-            raise ConfigError(f"experts over {self.expert} of {self.data} data-parallel ranks of {self.engine}, beside "
-                              f"{self.tensor * self.pipeline * self.context - 1} others",
-                              "plan experts with Megatron's engine, data ranks that they divide, and no others")
+            raise ConfigError(
+                f"{self.replicas} copies of the model over {self.data * self.context} ranks of {self.engine}",
+                "copies are FSDP's, and divide its ranks",
+            )
+        if self.expert > 1 and (
+            self.engine != "megatron" or self.data % self.expert or self.tensor * self.pipeline * self.context > 1
+        ):
+            raise ConfigError(
+                f"experts over {self.expert} of {self.data} data-parallel ranks of {self.engine}, beside "
+                f"{self.tensor * self.pipeline * self.context - 1} others",
+                "plan experts with Megatron's engine, data ranks that they divide, and no others",
+            )
         if self.engine == "fsdp" and self.offload == "optimizer":
-            raise ConfigError("fsdp with offload optimizer, and FSDP2 keeps parameters with their optimizer",
-                              "plan with offload parameters, or with ZeRO")
+            raise ConfigError(
+                "fsdp with offload optimizer, and FSDP2 keeps parameters with their optimizer",
+                "plan with offload parameters, or with ZeRO",
+            )
 
     @property
     def gpus(self) -> int:
@@ -186,13 +213,20 @@ class Plan:
     @property
     def strategy(self) -> str:
         """The name that people use: DDP, FSDP, ZeRO-2, with what is added to it."""
-        base = {"ddp": "DDP", "fsdp": f"HSDP over {self.shards}" if self.replicas > 1 else "FSDP",
-                "deepspeed": f"ZeRO-{self.stage}",
-                "megatron": f"Megatron, ZeRO-{self.stage}" if self.stage else "Megatron"}[self.engine]
+        base = {
+            "ddp": "DDP",
+            "fsdp": f"HSDP over {self.shards}" if self.replicas > 1 else "FSDP",
+            "deepspeed": f"ZeRO-{self.stage}",
+            "megatron": f"Megatron, ZeRO-{self.stage}" if self.stage else "Megatron",
+        }[self.engine]
         if self.expert > 1:
             base = f"ZeRO-{self.stage}" if self.stage else "DDP"
-        degrees = (("EP", self.expert), ("TP", self.tensor), ("PP", self.pipeline),
-                   ("Ulysses" if self.context_by == "ulysses" else "CP", self.context))
+        degrees = (
+            ("EP", self.expert),
+            ("TP", self.tensor),
+            ("PP", self.pipeline),
+            ("Ulysses" if self.context_by == "ulysses" else "CP", self.context),
+        )
         extra = [f"{name}={degree}" for name, degree in degrees if degree > 1]
         if self.offload != "none":
             everything = self.engine == "deepspeed" and self.offload == "parameters"

@@ -14,8 +14,24 @@ from course_lib.planning.models import Model
 from course_lib.planning.strategy import Search
 
 FAMILIES = {
-    "text_generation": ("gpt2", "opt", "bloom", "gpt_neox", "falcon", "llama", "mistral", "mixtral", "qwen2", "qwen3",
-                        "qwen3_moe", "phi3", "gemma", "gemma2", "olmo2", "olmoe"),
+    "text_generation": (
+        "gpt2",
+        "opt",
+        "bloom",
+        "gpt_neox",
+        "falcon",
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "phi3",
+        "gemma",
+        "gemma2",
+        "olmo2",
+        "olmoe",
+    ),
     "text_embedding": ("bert", "distilbert", "roberta"),
     "text_classification": ("bert", "distilbert", "roberta"),
     "text_to_text": ("t5",),
@@ -38,8 +54,15 @@ class HardwareSelector:
         self.gpu, self.sequence_length = hardware.accelerator(gpu).name, sequence_length
         self._named = gpu
 
-    def select_hardware_for_task(self, model_family: str, model_name: str, task_type: str = "training",
-                                 batch_size: int = 8, distributed: bool = True, gpu_count: int = 1) -> dict[str, Any]:
+    def select_hardware_for_task(
+        self,
+        model_family: str,
+        model_name: str,
+        task_type: str = "training",
+        batch_size: int = 8,
+        distributed: bool = True,
+        gpu_count: int = 1,
+    ) -> dict[str, Any]:
         """Rank the accelerators for a task: cheapest per token first, then those without a known price, fastest first.
 
         Args:
@@ -68,18 +91,26 @@ class HardwareSelector:
             except strategy.NothingFits as why:
                 too_small[name] = str(why)
         if not searches:
-            raise ConfigError(f"{model.name} fits on no {gpus} GPUs of the catalogue with {batch_size} sequences each",
-                              "give more GPUs or a smaller batch")
+            raise ConfigError(
+                f"{model.name} fits on no {gpus} GPUs of the catalogue with {batch_size} sequences each",
+                "give more GPUs or a smaller batch",
+            )
         price = {name: _dollars(result) for name, result in searches.items()}
         speed = {name: result.best.cost.tokens_per_second for name, result in searches.items()}
         ranked = sorted(searches, key=lambda name: (price[name] is None, price[name] or -speed[name]))
-        return {"primary_recommendation": ranked[0], "fallback_options": ranked[1:], "gpu_count": gpus,
-                "distributed_strategy": STRATEGIES[searches[ranked[0]].best.plan.engine],
-                "tokens_per_second": {name: speed[name] for name in ranked},
-                "dollars_per_million_tokens": {name: price[name] for name in ranked}, "too_small": too_small}
+        return {
+            "primary_recommendation": ranked[0],
+            "fallback_options": ranked[1:],
+            "gpu_count": gpus,
+            "distributed_strategy": STRATEGIES[searches[ranked[0]].best.plan.engine],
+            "tokens_per_second": {name: speed[name] for name in ranked},
+            "dollars_per_million_tokens": {name: price[name] for name in ranked},
+            "too_small": too_small,
+        }
 
-    def get_distributed_training_config(self, model_family: str, model_name: str, gpu_count: int, batch_size: int,
-                                        max_memory_gb: float | None = None) -> dict[str, Any]:
+    def get_distributed_training_config(
+        self, model_family: str, model_name: str, gpu_count: int, batch_size: int, max_memory_gb: float | None = None
+    ) -> dict[str, Any]:
         """The fastest settings that fit, as a training script reads them.
 
         Args:
@@ -105,23 +136,39 @@ class HardwareSelector:
         plan, held = result.best.plan, result.best.memory
         gib = {name: size / 2**30 for name, size in held.at_peak().items()}
         config: dict[str, Any] = {
-            "distributed_strategy": STRATEGIES[plan.engine], "gpu_count": gpu_count,
-            "per_gpu_batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.accumulation,
-            "global_batch_size": plan.global_batch, "mixed_precision": plan.precision in ("bf16", "fp16"),
-            "precision": plan.precision, "gradient_checkpointing": plan.checkpointing != "none",
+            "distributed_strategy": STRATEGIES[plan.engine],
+            "gpu_count": gpu_count,
+            "per_gpu_batch_size": plan.micro_batch,
+            "gradient_accumulation_steps": plan.accumulation,
+            "global_batch_size": plan.global_batch,
+            "mixed_precision": plan.precision in ("bf16", "fp16"),
+            "precision": plan.precision,
+            "gradient_checkpointing": plan.checkpointing != "none",
             "estimated_memory": {
-                "parameters_gb": gib["parameters"], "gradients_gb": gib["gradients"], "optimizer_gb": gib["optimizer"],
-                "activations_gb": gib["activations"] + gib["logits"], "buffers_gb": gib["buffers"],
+                "parameters_gb": gib["parameters"],
+                "gradients_gb": gib["gradients"],
+                "optimizer_gb": gib["optimizer"],
+                "activations_gb": gib["activations"] + gib["logits"],
+                "buffers_gb": gib["buffers"],
                 "runtime_gb": memory.RUNTIME / 2**30,
-                "per_gpu_gb": (held.total + memory.RUNTIME) / 2**30, "host_gb": held.host / 2**30},
+                "per_gpu_gb": (held.total + memory.RUNTIME) / 2**30,
+                "host_gb": held.host / 2**30,
+            },
             "primary_recommendation": plan.strategy,
-            "fallback_options": [candidate.plan.strategy for candidate in result.best_of_each()[1:]]}
+            "fallback_options": [candidate.plan.strategy for candidate in result.best_of_each()[1:]],
+        }
         if plan.engine == "deepspeed":
-            config["deepspeed_config"] = {"zero_stage": plan.stage, "offload_optimizer": plan.offload != "none",
-                                          "offload_param": plan.offload == "parameters"}
+            config["deepspeed_config"] = {
+                "zero_stage": plan.stage,
+                "offload_optimizer": plan.offload != "none",
+                "offload_param": plan.offload == "parameters",
+            }
         elif plan.engine == "fsdp":
-            config["fsdp_config"] = {"sharding_strategy": "FULL_SHARD", "cpu_offload": plan.offload != "none",
-                                     "activation_checkpointing": plan.checkpointing != "none"}
+            config["fsdp_config"] = {
+                "sharding_strategy": "FULL_SHARD",
+                "cpu_offload": plan.offload != "none",
+                "activation_checkpointing": plan.checkpointing != "none",
+            }
         return config
 
     @staticmethod
@@ -141,8 +188,10 @@ class HardwareSelector:
 def _model(family: str, name: str) -> Model:
     """The model, where it belongs to the family."""
     if family not in FAMILIES:
-        raise ConfigError(f"model_family `{family}` is not one of {', '.join(FAMILIES)}",
-                          nearest(family, FAMILIES) or "only text models are planned")
+        raise ConfigError(
+            f"model_family `{family}` is not one of {', '.join(FAMILIES)}",
+            nearest(family, FAMILIES) or "only text models are planned",
+        )
     model = models.load(name)
     if family != "text_classification" and model.family not in FAMILIES[family]:
         right = next(known for known, types in FAMILIES.items() if model.family in types)

@@ -72,16 +72,21 @@ class Setting:
         Raises:
             ConfigError: the formula has no such engine.
         """
-        common = Plan(self.sequence_length, micro_batch=self.micro_batch, precision=self.precision,
-                      checkpointing="full" if self.checkpointing else "none", sequence_parallel=False)
+        common = Plan(
+            self.sequence_length,
+            micro_batch=self.micro_batch,
+            precision=self.precision,
+            checkpointing="full" if self.checkpointing else "none",
+            sequence_parallel=False,
+        )
         if self.strategy == "ddp":
             return replace(common, data=self.world_size)
         if self.strategy == "tp":
-            return replace(common, engine="megatron", recipe="autocast", tensor=self.world_size,
-                           head="gathered")
+            return replace(common, engine="megatron", recipe="autocast", tensor=self.world_size, head="gathered")
         if self.strategy == "zero2":
-            raise ConfigError("the memory model has no formula for FSDP2 that keeps blocks gathered",
-                              "compare fsdp, hsdp, ddp or tp")
+            raise ConfigError(
+                "the memory model has no formula for FSDP2 that keeps blocks gathered", "compare fsdp, hsdp, ddp or tp"
+            )
         copies = self.world_size // self.shards if self.strategy == "hsdp" else 1
         return replace(common, engine="fsdp", stage=3, data=self.world_size, replicas=copies)
 
@@ -162,16 +167,23 @@ def _config(model: "str | Model | PreTrainedConfig", setting: Setting) -> "tuple
         config.decoder_start_token_id = config.pad_token_id or 0  # published with the weights, not in the class
     known = models.from_config(config.to_dict(), config.model_type)
     if known.context and setting.sequence_length > known.context:
-        raise ConfigError(f"a sequence of {setting.sequence_length} tokens, and the model takes {known.context}",
-                          "give a shorter one")
+        raise ConfigError(
+            f"a sequence of {setting.sequence_length} tokens, and the model takes {known.context}", "give a shorter one"
+        )
     config._attn_implementation = "sdpa"
     config.use_cache = False
     kind = {"bert": "MaskedLM", "roberta": "MaskedLM", "distilbert": "MaskedLM", "t5": "Seq2SeqLM"}
     return config, getattr(transformers, f"AutoModelFor{kind.get(config.model_type, 'CausalLM')}")
 
 
-def _step(config: "PreTrainedConfig", head: Any, setting: Setting, mesh: DeviceMesh, ledger: AllocationLog,
-          mode: FakeTensorMode) -> int:
+def _step(
+    config: "PreTrainedConfig",
+    head: Any,
+    setting: Setting,
+    mesh: DeviceMesh,
+    ledger: AllocationLog,
+    mode: FakeTensorMode,
+) -> int:
     """Build, set up, and run a step; returns the whole model's parameters."""
     from transformers.initialization import no_init_weights
 
@@ -192,9 +204,14 @@ def _step(config: "PreTrainedConfig", head: Any, setting: Setting, mesh: DeviceM
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         engine: nn.Module
         if sharded:
-            engine = shard_with_torch(model, optimizer, mesh=mesh, reshard_after_forward=setting.strategy != "zero2",
-                                      param_dtype=torch.bfloat16 if half else None,
-                                      reduce_dtype=torch.float32 if half else None)
+            engine = shard_with_torch(
+                model,
+                optimizer,
+                mesh=mesh,
+                reshard_after_forward=setting.strategy != "zero2",
+                param_dtype=torch.bfloat16 if half else None,
+                reduce_dtype=torch.float32 if half else None,
+            )
             stack.enter_context(mode)
             stack.enter_context(ledger)
             model.to_empty(device="cpu")
@@ -213,14 +230,21 @@ def _step(config: "PreTrainedConfig", head: Any, setting: Setting, mesh: DeviceM
     return parameters
 
 
-def _run(model: nn.Module, engine: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting,
-         ledger: AllocationLog) -> None:
+def _run(
+    model: nn.Module, engine: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, ledger: AllocationLog
+) -> None:
     """A forward pass, a backward pass and a step, counted."""
     units = blocks(model)
     inside = tuple(f"{name}." for name in units)
-    ledger.watch(model, {module: name for name, module in units.items()} | {
-        module: name for name, module in model.named_modules()
-        if not list(module.children()) and not name.startswith(inside)})
+    ledger.watch(
+        model,
+        {module: name for name, module in units.items()}
+        | {
+            module: name
+            for name, module in model.named_modules()
+            if not list(module.children()) and not name.startswith(inside)
+        },
+    )
     cast = setting.precision == "bf16" and setting.strategy in ("ddp", "tp")  # FSDP2 casts by itself
     tokens = torch.empty(setting.micro_batch, setting.sequence_length, dtype=torch.int64)
     ledger.hold(tokens, "inputs")

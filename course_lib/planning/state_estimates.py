@@ -12,12 +12,21 @@ def zero_model_states(parameters: float, shards: int, stage: int, optimizer_byte
 
     Source: arXiv 1910.02054 sections 5.1 to 5.3 and table 1.
     """
-    return parameters * (2 / (shards if stage >= 3 else 1) + 2 / (shards if stage >= 2 else 1)
-                         + optimizer_bytes / (shards if stage >= 1 else 1))
+    return parameters * (
+        2 / (shards if stage >= 3 else 1)
+        + 2 / (shards if stage >= 2 else 1)
+        + optimizer_bytes / (shards if stage >= 1 else 1)
+    )
 
 
-def deepspeed_zero2(parameters: int, gpus_per_node: int = 1, nodes: int = 1, offload: bool = True,
-                    whole_gradients: bool = False, factor: float = 1.5) -> tuple[int, int]:
+def deepspeed_zero2(
+    parameters: int,
+    gpus_per_node: int = 1,
+    nodes: int = 1,
+    offload: bool = True,
+    whole_gradients: bool = False,
+    factor: float = 1.5,
+) -> tuple[int, int]:
     """DeepSpeed's own estimate for ZeRO-2: bytes of host memory per node and of one GPU.
 
     Args:
@@ -37,9 +46,16 @@ def deepspeed_zero2(parameters: int, gpus_per_node: int = 1, nodes: int = 1, off
     return int(parameters * 4 * gpus_per_node * factor), whole * parameters + int(split * parameters / gpus)
 
 
-def deepspeed_zero3(parameters: int, largest_layer: int, gpus_per_node: int = 1, nodes: int = 1,
-                    offload_optimizer: bool = True, offload_parameters: bool = True, zero_init: bool = True,
-                    factor: float = 1.5) -> tuple[int, int]:
+def deepspeed_zero3(
+    parameters: int,
+    largest_layer: int,
+    gpus_per_node: int = 1,
+    nodes: int = 1,
+    offload_optimizer: bool = True,
+    offload_parameters: bool = True,
+    zero_init: bool = True,
+    factor: float = 1.5,
+) -> tuple[int, int]:
     """DeepSpeed's own estimate for ZeRO-3: bytes of host memory per node and of one GPU.
 
     Args:

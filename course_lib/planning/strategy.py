@@ -70,8 +70,15 @@ class Search:
 
     def for_our_trainer(self) -> "Search":
         """The same, with what ``course train`` runs and is likely to fit before what other trainers run."""
-        return replace(self, candidates=sorted(self.candidates, key=lambda candidate: (
-            candidate.chance < LIKELY or not to_launchers.runs_here(candidate.plan, self.model))))
+        return replace(
+            self,
+            candidates=sorted(
+                self.candidates,
+                key=lambda candidate: (
+                    candidate.chance < LIKELY or not to_launchers.runs_here(candidate.plan, self.model)
+                ),
+            ),
+        )
 
     def best_of_each(self) -> list[Candidate]:
         """The first of each family, in the same order."""
@@ -90,9 +97,16 @@ def family(plan: Plan) -> str:
     return {"ddp": "DDP", "fsdp": "FSDP", "deepspeed": f"ZeRO-{plan.stage}"}[plan.engine]
 
 
-def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: int | None = None,
-           precision: str | None = None, families: Collection[str] = FAMILIES,
-           settings: Mapping[str, Any] = NOTHING, losses: Collection[Loss] = TRIED) -> Search:
+def search(
+    model: Model,
+    cluster: Cluster,
+    sequence_length: int,
+    global_batch: int | None = None,
+    precision: str | None = None,
+    families: Collection[str] = FAMILIES,
+    settings: Mapping[str, Any] = NOTHING,
+    losses: Collection[Loss] = TRIED,
+) -> Search:
     """Rank every layout that fits: see :func:`place`.
 
     Args:
@@ -110,16 +124,27 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
         NothingFits: what it says.
     """
     if not 1 <= sequence_length <= (model.context or sequence_length):
-        raise ConfigError(f"sequence length {sequence_length}, and {model.name} takes 1 to {model.context}",
-                          f"give --sequence-length {model.context}")
+        raise ConfigError(
+            f"sequence length {sequence_length}, and {model.name} takes 1 to {model.context}",
+            f"give --sequence-length {model.context}",
+        )
     batch = default_batch(cluster.gpus, sequence_length) if global_batch is None else global_batch
     precision = precision or cluster.accelerator.half_precision()
     cluster.accelerator.matmul_rate(precision)
     candidates: list[Candidate] = []
     nearest_fit: dict[str, tuple[Plan, Memory]] = {}
     considered = 0
-    for layout in layouts(model, cluster.gpus, cluster.gpus_per_node, sequence_length, batch, precision,
-                          cluster.accelerator.has_host, settings, losses):
+    for layout in layouts(
+        model,
+        cluster.gpus,
+        cluster.gpus_per_node,
+        sequence_length,
+        batch,
+        precision,
+        cluster.accelerator.has_host,
+        settings,
+        losses,
+    ):
         if family(layout) not in families:
             continue
         for plan in variants(layout, model):
@@ -133,22 +158,31 @@ def search(model: Model, cluster: Cluster, sequence_length: int, global_batch: i
             if known is None or taken(held, cluster) < taken(known[1], cluster):
                 nearest_fit[family(plan)] = (plan, held)
     if not considered:
-        raise NothingFits(f"a global batch of {batch} on {cluster.gpus} GPUs divides among no layout of {model.name}",
-                          f"give --global-batch {-(-batch // cluster.gpus) * cluster.gpus}")
+        raise NothingFits(
+            f"a global batch of {batch} on {cluster.gpus} GPUs divides among no layout of {model.name}",
+            f"give --global-batch {-(-batch // cluster.gpus) * cluster.gpus}",
+        )
     if not candidates:
         closest, held = min(nearest_fit.values(), key=lambda pair: taken(pair[1], cluster))
         chance = chance_that_it_fits(held.total, cluster.accelerator.memory)
-        host = (f" and {held.host / 2**30:.1f} of {cluster.host_memory / 2**30:.1f} GiB of host memory for each"
-                if held.host else "")
+        host = (
+            f" and {held.host / 2**30:.1f} of {cluster.host_memory / 2**30:.1f} GiB of host memory for each"
+            if held.host
+            else ""
+        )
         raise NothingFits(
             f"{model.name} does not fit on {cluster.gpus} x {cluster.accelerator.name}: the nearest layout "
             f"({closest.strategy}, micro-batch {closest.micro_batch}) takes {held.total / 2**30:.1f} of "
             f"{cluster.accelerator.memory / 2**30:.1f} GiB per GPU, a chance of {chance:.0%}{host}",
-            smallest_change(model, cluster, closest, global_batch, families, settings, losses))
+            smallest_change(model, cluster, closest, global_batch, families, settings, losses),
+        )
     candidates.sort(key=place)
     fitting = {family(candidate.plan) for candidate in candidates}
-    failed = [Failed(name, *nearest_fit[name], remedy=remedy(model, cluster, nearest_fit[name][0]))
-              for name in FAMILIES if name in nearest_fit and name not in fitting]
+    failed = [
+        Failed(name, *nearest_fit[name], remedy=remedy(model, cluster, nearest_fit[name][0]))
+        for name in FAMILIES
+        if name in nearest_fit and name not in fitting
+    ]
     return Search(model, cluster, candidates, failed, considered)
 
 
@@ -158,14 +192,19 @@ def place(candidate: Candidate) -> tuple[float, ...]:
     First those that fit with a chance of LIKELY or more, of each group the fastest first: what differs by less than a
     thousandth is equal, and fewer, larger micro-batches have fewer kernels to launch.
     """
-    return (candidate.chance < LIKELY, -round(1000 * log(candidate.cost.tokens_per_second)),
-            candidate.plan.accumulation)
+    return (
+        candidate.chance < LIKELY,
+        -round(1000 * log(candidate.cost.tokens_per_second)),
+        candidate.plan.accumulation,
+    )
 
 
 def taken(held: Memory, cluster: Cluster) -> float:
     """Share of what may be taken of a GPU or of its host's memory, the larger of the two; up to 1 it fits."""
-    return max(held.total / USABLE / (cluster.accelerator.memory - RUNTIME),
-               held.host / HOST_USABLE / max(cluster.host_memory, 1.0))
+    return max(
+        held.total / USABLE / (cluster.accelerator.memory - RUNTIME),
+        held.host / HOST_USABLE / max(cluster.host_memory, 1.0),
+    )
 
 
 def needed(held: Memory) -> float:
@@ -175,12 +214,17 @@ def needed(held: Memory) -> float:
 
 def remedy(model: Model, cluster: Cluster, plan: Plan) -> str:
     """The smallest change after which a layout fits: more GPUs, or a larger one."""
+
     def fits(gpus: int) -> bool:
         return memory.estimate(model, replace(plan, data=gpus)).fits(cluster.accelerator.memory, cluster.host_memory)
 
     # More shards never need more, but where experts are filled up to a piece for each.
-    if (plan.stage and plan.tensor * plan.pipeline * plan.replicas * plan.expert == 1
-            and not memory.expert_padding(model, plan) and fits(64 * plan.data)):
+    if (
+        plan.stage
+        and plan.tensor * plan.pipeline * plan.replicas * plan.expert == 1
+        and not memory.expert_padding(model, plan)
+        and fits(64 * plan.data)
+    ):
         enough = bisect_left(range(64 * plan.data), True, lo=plan.data, key=fits)
         return f"fits from {enough * plan.context} GPUs on"
     held = memory.estimate(model, plan)
@@ -194,23 +238,43 @@ def remedy(model: Model, cluster: Cluster, plan: Plan) -> str:
     return f"would need a GPU with {size / 2**30:,.0f} GiB; shard it instead"
 
 
-def smallest_change(model: Model, cluster: Cluster, plan: Plan, global_batch: int | None,
-                    families: Collection[str] = FAMILIES, settings: Mapping[str, Any] = NOTHING,
-                    losses: Collection[Loss] = TRIED) -> str:
+def smallest_change(
+    model: Model,
+    cluster: Cluster,
+    plan: Plan,
+    global_batch: int | None,
+    families: Collection[str] = FAMILIES,
+    settings: Mapping[str, Any] = NOTHING,
+    losses: Collection[Loss] = TRIED,
+) -> str:
     """For a search that found nothing: what would let one layout in, as an option to give."""
     hints = []
     for factor in range(2, 65):
-        larger = hardware.cluster(cluster.instance or cluster.accelerator.name, cluster.gpus * factor,
-                                  memory_gb=cluster.accelerator.memory / 2**30)
-        if _anything_fits(model, larger, plan.sequence_length, global_batch, plan.precision, families, settings,
-                          losses):
+        larger = hardware.cluster(
+            cluster.instance or cluster.accelerator.name,
+            cluster.gpus * factor,
+            memory_gb=cluster.accelerator.memory / 2**30,
+        )
+        if _anything_fits(
+            model, larger, plan.sequence_length, global_batch, plan.precision, families, settings, losses
+        ):
             hints.append(f"--gpus {larger.gpus}")
             break
-    capacities = sorted((chip for chip in accelerators().values() if chip.memory > cluster.accelerator.memory),
-                        key=lambda chip: chip.memory)
+    capacities = sorted(
+        (chip for chip in accelerators().values() if chip.memory > cluster.accelerator.memory),
+        key=lambda chip: chip.memory,
+    )
     for chip in capacities:
-        if _anything_fits(model, hardware.cluster(chip.name, cluster.gpus), plan.sequence_length, global_batch,
-                          chip.half_precision(), families, settings, losses):
+        if _anything_fits(
+            model,
+            hardware.cluster(chip.name, cluster.gpus),
+            plan.sequence_length,
+            global_batch,
+            chip.half_precision(),
+            families,
+            settings,
+            losses,
+        ):
             hints.append(f"--gpu {chip.name}")
             break
     shorter = plan.sequence_length // 2
@@ -222,16 +286,34 @@ def smallest_change(model: Model, cluster: Cluster, plan: Plan, global_batch: in
     return "it fits with " + " or ".join(hints) if hints else "take a smaller model, or more GPUs of a larger kind"
 
 
-def _anything_fits(model: Model, cluster: Cluster, sequence_length: int, global_batch: int | None,
-                   precision: str, families: Collection[str], settings: Mapping[str, Any],
-                   losses: Collection[Loss]) -> bool:
+def _anything_fits(
+    model: Model,
+    cluster: Cluster,
+    sequence_length: int,
+    global_batch: int | None,
+    precision: str,
+    families: Collection[str],
+    settings: Mapping[str, Any],
+    losses: Collection[Loss],
+) -> bool:
     """Whether some layout fits at micro-batch 1 with recomputation."""
-    return any(memory.estimate(model, replace(plan, checkpointing="full")).fits(cluster.accelerator.memory,
-                                                                              cluster.host_memory)
-               for plan in layouts(model, cluster.gpus, cluster.gpus_per_node, sequence_length,
-                                   global_batch or default_batch(cluster.gpus, sequence_length), precision,
-                                   cluster.accelerator.has_host, settings, losses)
-               if family(plan) in families)
+    return any(
+        memory.estimate(model, replace(plan, checkpointing="full")).fits(
+            cluster.accelerator.memory, cluster.host_memory
+        )
+        for plan in layouts(
+            model,
+            cluster.gpus,
+            cluster.gpus_per_node,
+            sequence_length,
+            global_batch or default_batch(cluster.gpus, sequence_length),
+            precision,
+            cluster.accelerator.has_host,
+            settings,
+            losses,
+        )
+        if family(plan) in families
+    )
 
 
 def explain(result: Search) -> list[str]:
@@ -242,36 +324,52 @@ def explain(result: Search) -> list[str]:
     free = result.cluster.accelerator.memory - needed(best.memory)
     likely = [candidate for candidate in result.candidates if candidate.chance >= LIKELY]
     here = [candidate for candidate in likely if to_launchers.runs_here(candidate.plan, result.model)]
-    among = (f"{len(likely)} of them with a chance of {LIKELY:.0%} or more" if likely
-             else f"none of them with a chance of {LIKELY:.0%}")
-    elsewhere = max((candidate for candidate in likely if candidate not in here), default=None,
-                    key=lambda candidate: candidate.cost.tokens_per_second)
+    among = (
+        f"{len(likely)} of them with a chance of {LIKELY:.0%} or more"
+        if likely
+        else f"none of them with a chance of {LIKELY:.0%}"
+    )
+    elsewhere = max(
+        (candidate for candidate in likely if candidate not in here),
+        default=None,
+        key=lambda candidate: candidate.cost.tokens_per_second,
+    )
     faster = elsewhere.cost.tokens_per_second / spent.tokens_per_second - 1 if elsewhere else 0.0
     passed = faster >= 0.005 and best in here
     first = "the fastest that `course train` runs" if passed else "the fastest"
-    lines = [f"{best.plan.strategy} is {first} of {len(result.candidates)} layouts that fit, {among}, of "
-             f"{result.considered} tried: {spent.compute / spent.step:.0%} of a step computes"
-             + (f"; beside it {rest}" if rest else "") + f". {free / 2**30:.1f} GiB per GPU stay free "
-             "beyond the planner's margin."]
+    lines = [
+        f"{best.plan.strategy} is {first} of {len(result.candidates)} layouts that fit, {among}, of "
+        f"{result.considered} tried: {spent.compute / spent.step:.0%} of a step computes"
+        + (f"; beside it {rest}" if rest else "")
+        + f". {free / 2**30:.1f} GiB per GPU stay free "
+        "beyond the planner's margin."
+    ]
     if elsewhere and passed:
-        lines.append(f"Faster by {faster:.0%} with {to_launchers.elsewhere(elsewhere.plan, result.model)}: "
-                     f"{elsewhere.plan.strategy}, micro-batch {elsewhere.plan.micro_batch}, with a chance of "
-                     f"{elsewhere.chance:.0%} to fit; `course train` "
-                     f"{to_launchers.why_not(elsewhere.plan, result.model)}.")
+        lines.append(
+            f"Faster by {faster:.0%} with {to_launchers.elsewhere(elsewhere.plan, result.model)}: "
+            f"{elsewhere.plan.strategy}, micro-batch {elsewhere.plan.micro_batch}, with a chance of "
+            f"{elsewhere.chance:.0%} to fit; `course train` "
+            f"{to_launchers.why_not(elsewhere.plan, result.model)}."
+        )
     others = [candidate for candidate in result.best_of_each() if family(candidate.plan) != family(best.plan)]
     if others:
         second = others[0]
-        more = {name: getattr(second.cost, name) / second.cost.step - getattr(spent, name) / spent.step
-                for name in WAITING}
+        more = {
+            name: getattr(second.cost, name) / second.cost.step - getattr(spent, name) / spent.step for name in WAITING
+        }
         worst = max(more, key=lambda name: more[name])
         because = f", {worst} takes {more[worst]:.0%} more of the step" if more[worst] >= 0.005 else ""
-        lines.append(f"Next best: {second.plan.strategy}, at "
-                     f"{second.cost.tokens_per_second / spent.tokens_per_second:.1%} of its speed, with a chance of "
-                     f"{second.chance:.0%} to fit{because}.")
+        lines.append(
+            f"Next best: {second.plan.strategy}, at "
+            f"{second.cost.tokens_per_second / spent.tokens_per_second:.1%} of its speed, with a chance of "
+            f"{second.chance:.0%} to fit{because}."
+        )
     for failure in result.failed:
         short, of = needed(failure.memory) - result.cluster.accelerator.memory, ""
         if short <= 0:
             short, of = failure.memory.host / HOST_USABLE - result.cluster.host_memory, " of host memory per GPU"
-        lines.append(f"{failure.family} does not fit: {failure.plan.strategy} is {short / 2**30:.1f} GiB{of} short; "
-                     f"{failure.remedy}.")
+        lines.append(
+            f"{failure.family} does not fit: {failure.plan.strategy} is {short / 2**30:.1f} GiB{of} short; "
+            f"{failure.remedy}."
+        )
     return lines

@@ -52,9 +52,15 @@ def _named(candidate: Candidate) -> str:
     return strategy.family(candidate.plan) + (OFFLOAD if candidate.plan.offload != "none" else "")
 
 
-def survey(gpu: str, names: Sequence[str] = SIZES, counts: Sequence[int] = GPU_COUNTS, *,
-           sequence_length: int = 1024, batch_per_gpu: int = 4,
-           families: Sequence[str] = strategy.FAMILIES) -> list[list[Place]]:
+def survey(
+    gpu: str,
+    names: Sequence[str] = SIZES,
+    counts: Sequence[int] = GPU_COUNTS,
+    *,
+    sequence_length: int = 1024,
+    batch_per_gpu: int = 4,
+    families: Sequence[str] = strategy.FAMILIES,
+) -> list[list[Place]]:
     """The best layout of every model on every number of GPUs.
 
     Args:
@@ -65,8 +71,10 @@ def survey(gpu: str, names: Sequence[str] = SIZES, counts: Sequence[int] = GPU_C
         batch_per_gpu: sequences of a step for each GPU, whatever the layout.
         families: of ``strategy.FAMILIES``, those to look at.
     """
-    return [[_place(model, gpu, count, sequence_length, batch_per_gpu, families) for count in counts]
-            for model in map(models.load, names)]
+    return [
+        [_place(model, gpu, count, sequence_length, batch_per_gpu, families) for count in counts]
+        for model in map(models.load, names)
+    ]
 
 
 def _place(model: Model, gpu: str, count: int, length: int, batch: int, families: Sequence[str]) -> Place:
@@ -75,10 +83,21 @@ def _place(model: Model, gpu: str, count: int, length: int, batch: int, families
     except strategy.NothingFits as why:
         return Place(model, count, (), why.instead)
     enough = (1 - TIE) * result.best.cost.tokens_per_second
-    return Place(model, count, tuple(sorted(
-        (candidate for candidate in result.best_of_each() if candidate.cost.tokens_per_second >= enough
-         and (candidate.chance >= strategy.LIKELY or candidate is result.best)),
-        key=lambda candidate: SIMPLEST_FIRST.index(strategy.family(candidate.plan)))))
+    return Place(
+        model,
+        count,
+        tuple(
+            sorted(
+                (
+                    candidate
+                    for candidate in result.best_of_each()
+                    if candidate.cost.tokens_per_second >= enough
+                    and (candidate.chance >= strategy.LIKELY or candidate is result.best)
+                ),
+                key=lambda candidate: SIMPLEST_FIRST.index(strategy.family(candidate.plan)),
+            )
+        ),
+    )
 
 
 RULE = ((1e9, inf, "DDP"), (10e9, 2, "DDP"), (10e9, inf, "FSDP"), (inf, 4, "offload"), (inf, inf, "ZeRO-3"))
@@ -121,16 +140,20 @@ class Disagreement:
     because: str
 
 
-def disagreements(places: Sequence[Sequence[Place]], gpu: str, *, sequence_length: int = 1024,
-                  batch_per_gpu: int = 4) -> list[Disagreement]:
+def disagreements(
+    places: Sequence[Sequence[Place]], gpu: str, *, sequence_length: int = 1024, batch_per_gpu: int = 4
+) -> list[Disagreement]:
     """Hold a survey against :func:`rule_of_thumb`; the arguments are the survey's."""
     cases = []
     for place in (cell for row in places for cell in row):
         rule = rule_of_thumb(place.model.parameters, place.gpus)
         if follows(place, rule):
             continue
-        own = place.best if rule == "offload" else _place(place.model, gpu, place.gpus, sequence_length, batch_per_gpu,
-                                                          (rule,)).best
+        own = (
+            place.best
+            if rule == "offload"
+            else _place(place.model, gpu, place.gpus, sequence_length, batch_per_gpu, (rule,)).best
+        )
         if place.best is None:
             because = "nothing fits"
         elif rule == "offload":

@@ -28,8 +28,12 @@ WAYS = {"ring": "ring", "gather": "allgather", "ulysses": "ulysses"}
 
 
 COURSE_OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw": {}, "sgd-momentum": {"optimizer": "sgd"}, "sgd": {"optimizer": "sgd", "momentum": 0.0},
-    "adafactor": {"optimizer": "adafactor"}, "muon": {"optimizer": "muon"}}
+    "adamw": {},
+    "sgd-momentum": {"optimizer": "sgd"},
+    "sgd": {"optimizer": "sgd", "momentum": 0.0},
+    "adafactor": {"optimizer": "adafactor"},
+    "muon": {"optimizer": "muon"},
+}
 """Options of ``course train`` by a plan's optimizer."""
 
 
@@ -49,10 +53,15 @@ def why_not(plan: Plan, model: Model) -> str | None:
         return f"steps pipelines and shared experts by AdamW and SGD, not by {plan.optimizer}"
     if plan.replicas > 1 and plan.tensor > 1:
         return "does not split layers in copies of FSDP"
-    if plan.offload != "none" and (plan.tensor * plan.pipeline > 1 or plan.engine in ("ddp", "megatron")
-                                   or (plan.offload == "parameters" and plan.stage < 3)):
-        return ("offloads the optimizer under ZeRO-1 and ZeRO-2, all states under ZeRO-3 and FSDP, and nothing where "
-                "layers are split or in pipelines")
+    if plan.offload != "none" and (
+        plan.tensor * plan.pipeline > 1
+        or plan.engine in ("ddp", "megatron")
+        or (plan.offload == "parameters" and plan.stage < 3)
+    ):
+        return (
+            "offloads the optimizer under ZeRO-1 and ZeRO-2, all states under ZeRO-3 and FSDP, and nothing where "
+            "layers are split or in pipelines"
+        )
     if plan.tensor > 1 and model.family not in SPLITTABLE:
         return f"does not split single layers of {model.family}, only of {', '.join(SPLITTABLE)}"
     if plan.checkpointing not in ("none", "full"):
@@ -108,8 +117,11 @@ def _chunks(plan: Plan) -> int:
 def _splits(plan: Plan) -> dict[str, Any]:
     """Options of ``course train`` for sequences that are split, without dropout in attention."""
     zigzag = plan.context_by == "ring" and plan.sequence_length % (2 * plan.context) == 0
-    return {"context_parallel_size": plan.context,
-            "context_parallel": "zigzag" if zigzag else WAYS[plan.context_by], "attention_dropout": 0.0}
+    return {
+        "context_parallel_size": plan.context,
+        "context_parallel": "zigzag" if zigzag else WAYS[plan.context_by],
+        "attention_dropout": 0.0,
+    }
 
 
 def runs_here(plan: Plan, model: Model) -> bool:
@@ -135,22 +147,37 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
         ConfigError: no trainer of ours runs it; the reason is :func:`why_not`'s.
     """
     if reason := why_not(plan, model):
-        raise ConfigError(f"{plan.strategy} of {model.name}: `course train` {reason}", f"use {elsewhere(plan, model)}; "
-                          "or take a plan of another family")
+        raise ConfigError(
+            f"{plan.strategy} of {model.name}: `course train` {reason}",
+            f"use {elsewhere(plan, model)}; or take a plan of another family",
+        )
     masked = model.family in MASKED or (model.multiplied and not model.causal)
     asked: dict[str, Any] = {"model": model.name, "task": "masked_lm" if masked else "causal_lm"}
     if plan.pipeline > 1:
-        asked |= {"training_type": "pipeline", "strategy": "zero1" if plan.stage else "ddp",
-                  "schedule": plan.schedule, "pipeline_parallel_size": plan.pipeline, "data_parallel_size": plan.data,
-                  "batch_size": plan.micro_batch * plan.accumulation, "pipeline_chunks": plan.accumulation,
-                  "split_by": "blocks"}  # as the plan's memory and time were counted
+        asked |= {
+            "training_type": "pipeline",
+            "strategy": "zero1" if plan.stage else "ddp",
+            "schedule": plan.schedule,
+            "pipeline_parallel_size": plan.pipeline,
+            "data_parallel_size": plan.data,
+            "batch_size": plan.micro_batch * plan.accumulation,
+            "pipeline_chunks": plan.accumulation,
+            "split_by": "blocks",
+        }  # as the plan's memory and time were counted
         if plan.virtual > 1:
             asked["stages_per_rank"] = plan.virtual
     else:
-        strategy = {"ddp": "ddp", "fsdp": "fsdp", "deepspeed": f"zero{plan.stage}",
-                    "megatron": f"zero{plan.stage}" if plan.stage else "ddp"}
-        asked |= {"strategy": strategy[plan.engine], "batch_size": plan.micro_batch,
-                  "gradient_accumulation_steps": plan.accumulation}
+        strategy = {
+            "ddp": "ddp",
+            "fsdp": "fsdp",
+            "deepspeed": f"zero{plan.stage}",
+            "megatron": f"zero{plan.stage}" if plan.stage else "ddp",
+        }
+        asked |= {
+            "strategy": strategy[plan.engine],
+            "batch_size": plan.micro_batch,
+            "gradient_accumulation_steps": plan.accumulation,
+        }
         if plan.compiled and plan.engine != "deepspeed" and plan.tensor * plan.context * plan.expert == 1:
             asked["torch_compile"] = True
     if plan.tensor > 1:
@@ -163,8 +190,10 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
         asked["shard_group_size"] = plan.shards
     if plan.expert > 1:
         asked |= {"engine": "scratch", "expert_parallel_size": plan.expert}
-    asked |= {"max_length": plan.sequence_length,
-              "mixed_precision": plan.precision if plan.precision in ("bf16", "fp16") else "no"}
+    asked |= {
+        "max_length": plan.sequence_length,
+        "mixed_precision": plan.precision if plan.precision in ("bf16", "fp16") else "no",
+    }
     if plan.checkpointing == "full":
         asked["activation_checkpointing"] = True
     if plan.offload != "none":
@@ -192,21 +221,26 @@ def elsewhere(plan: Plan, model: Model) -> str:
     return f"the Hugging Face Trainer{adapters}{shared}{loss}"
 
 
-def launch_line(plan: Plan, gpus_per_node: int, model: Model, *, dataset: str | None = None,
-                tokens: float | None = None) -> str:
+def launch_line(
+    plan: Plan, gpus_per_node: int, model: Model, *, dataset: str | None = None, tokens: float | None = None
+) -> str:
     """The command that starts such a run on every node; for layouts beyond ours a sentence, which says whose they are.
 
     Where a command has to be, ask :func:`why_not` before.
     """
     if reason := why_not(plan, model):
-        return (f"It is for {elsewhere(plan, model)}: tensor {plan.tensor}, context {plan.context}, pipeline "
-                f"{plan.pipeline} ({plan.schedule}, {plan.virtual} stages per rank), data {plan.data}; `course train` "
-                f"{reason}.")
+        return (
+            f"It is for {elsewhere(plan, model)}: tensor {plan.tensor}, context {plan.context}, pipeline "
+            f"{plan.pipeline} ({plan.schedule}, {plan.virtual} stages per rank), data {plan.data}; `course train` "
+            f"{reason}."
+        )
     nodes = -(-plan.gpus // gpus_per_node)
     processes = f"--nproc_per_node {min(gpus_per_node, plan.gpus)}"
     where = f"--nnodes {nodes} --rdzv_backend c10d --rdzv_endpoint HOST:29500" if nodes > 1 else "--standalone"
-    given = (f"--{name} {str(value).lower() if isinstance(value, bool) else shlex.quote(str(value))}"
-             for name, value in options(plan, model, dataset=dataset, tokens=tokens).items())
+    given = (
+        f"--{name} {str(value).lower() if isinstance(value, bool) else shlex.quote(str(value))}"
+        for name, value in options(plan, model, dataset=dataset, tokens=tokens).items()
+    )
     return f"torchrun {where} {processes} -m course_lib.cli train " + " ".join(given)
 
 
@@ -226,18 +260,28 @@ def training_arguments(plan: Plan, deepspeed: str | None = None, tokens: float |
         ConfigError: the Hugging Face Trainer has no such layout.
     """
     if not one_way(plan):
-        raise ConfigError(f"the Hugging Face Trainer does not run {plan.strategy}",
-                          "take a plan of DDP, ZeRO or FSDP alone")
+        raise ConfigError(
+            f"the Hugging Face Trainer does not run {plan.strategy}", "take a plan of DDP, ZeRO or FSDP alone"
+        )
     arguments: dict[str, Any] = {
-        "output_dir": "runs/planned", "per_device_train_batch_size": plan.micro_batch,
-        "gradient_accumulation_steps": plan.accumulation, "bf16": plan.precision == "bf16",
-        "fp16": plan.precision == "fp16", "torch_compile": plan.compiled and plan.engine != "deepspeed"}
+        "output_dir": "runs/planned",
+        "per_device_train_batch_size": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation,
+        "bf16": plan.precision == "bf16",
+        "fp16": plan.precision == "fp16",
+        "torch_compile": plan.compiled and plan.engine != "deepspeed",
+    }
     if plan.checkpointing == "full":
         arguments["gradient_checkpointing"] = True  # the name in transformers until 5.22, and an alias until 6
     if plan.loss == "linear":
         arguments["use_liger_kernel"] = True
-    theirs = {"adamw-8bit": "adamw_bnb_8bit", "adafactor": "adafactor", "sgd": "sgd", "muon": "muon",
-              "sgd-momentum": "sgd"}
+    theirs = {
+        "adamw-8bit": "adamw_bnb_8bit",
+        "adafactor": "adafactor",
+        "sgd": "sgd",
+        "muon": "muon",
+        "sgd-momentum": "sgd",
+    }
     if plan.optimizer in theirs:
         arguments["optim"] = theirs[plan.optimizer]
     if plan.optimizer == "sgd-momentum":
@@ -247,7 +291,13 @@ def training_arguments(plan: Plan, deepspeed: str | None = None, tokens: float |
     if plan.engine == "deepspeed":
         arguments["deepspeed"] = deepspeed
     if plan.engine == "fsdp":
-        arguments |= {"fsdp": "full_shard", "fsdp_config": {
-            "version": 2, "reshard_after_forward": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "cpu_offload": plan.offload != "none"}}
+        arguments |= {
+            "fsdp": "full_shard",
+            "fsdp_config": {
+                "version": 2,
+                "reshard_after_forward": True,
+                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "cpu_offload": plan.offload != "none",
+            },
+        }
     return arguments

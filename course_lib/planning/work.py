@@ -43,8 +43,9 @@ class Seconds:
         return self.matmul + self.attention + self.elementwise
 
     def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(self.matmul + other.matmul, self.attention + other.attention,
-                       self.elementwise + other.elementwise)
+        return Seconds(
+            self.matmul + other.matmul, self.attention + other.attention, self.elementwise + other.elementwise
+        )
 
     def __mul__(self, factor: float) -> "Seconds":
         return Seconds(self.matmul * factor, self.attention * factor, self.elementwise * factor)
@@ -93,13 +94,14 @@ def block(model: Model, plan: Plan, chip: Accelerator) -> tuple[Seconds, Seconds
         moved = (2 + 4 + (5 if model.dropout else 0) + 2) * scores / chip.memory_rate
         forward, backward = flops / rate + moved, 2 * flops / rate + BACKWARD_TRAFFIC * moved
     if not plan.lora_rank:
-        return (Seconds(matmul, forward, elementwise),
-                Seconds(2 * matmul, backward, BACKWARD_TRAFFIC * elementwise))
+        return (Seconds(matmul, forward, elementwise), Seconds(2 * matmul, backward, BACKWARD_TRAFFIC * elementwise))
     # Frozen matrices have no gradient of their own; in 4 bits they are made 16 bits for each of their products.
     beside = 2 * adapters.of_a_block(model, plan.lora_rank) / t * tokens / rate
     again = (adapters.NF4 + 4) * weights / chip.memory_rate if plan.base_bits == 4 else 0.0
-    return (Seconds(matmul + beside, forward, elementwise + again),
-            Seconds(matmul + 2 * beside, backward, BACKWARD_TRAFFIC * elementwise + again))
+    return (
+        Seconds(matmul + beside, forward, elementwise + again),
+        Seconds(matmul + 2 * beside, backward, BACKWARD_TRAFFIC * elementwise + again),
+    )
 
 
 def operations(model: Model, plan: Plan) -> tuple[float, float]:
@@ -120,15 +122,17 @@ def operations(model: Model, plan: Plan) -> tuple[float, float]:
     else:
         norm = 8 if model.rms_norm else 1
         inside = 2 if model.gated else 8 if model.activation == "gelu_new" else 1
-        forward = matmuls + attention + 2 * norm + (10 if model.rotary else 0) + inside + 2 + (
-            2 if model.dropout else 0)
+        forward = (
+            matmuls + attention + 2 * norm + (10 if model.rotary else 0) + inside + 2 + (2 if model.dropout else 0)
+        )
         if plan.engine == "ddp" and plan.precision in ("bf16", "fp16"):
             forward += matmuls + 4
     return forward, BACKWARD_OPERATIONS * forward
 
 
-def launching(model: Model, plan: Plan, tensor_collectives: tuple[int, int], launch: float
-              ) -> tuple[float, float, float]:
+def launching(
+    model: Model, plan: Plan, tensor_collectives: tuple[int, int], launch: float
+) -> tuple[float, float, float]:
     """Seconds in which the host starts one block's work on one micro-batch: forward, backward, and what is done again.
 
     The host runs ahead of the GPU, and what it needs is seen only where the GPU has less to do: small models, small
@@ -140,8 +144,10 @@ def launching(model: Model, plan: Plan, tensor_collectives: tuple[int, int], lau
         tensor_collectives: that tensor and context parallelism call in the forward and in the backward pass.
         launch: seconds of the host for one operation.
     """
-    forward, backward = (count + COLLECTIVE_OPERATIONS * calls for count, calls in
-                         zip(operations(model, plan), tensor_collectives, strict=True))
+    forward, backward = (
+        count + COLLECTIVE_OPERATIONS * calls
+        for count, calls in zip(operations(model, plan), tensor_collectives, strict=True)
+    )
     if plan.stage == 3 and plan.pipeline == 1 and plan.shards > 1:  # gathered twice, scattered once
         forward, backward = forward + COLLECTIVE_OPERATIONS, backward + 2 * COLLECTIVE_OPERATIONS
     again = {"full": 1.0, "alternate": 0.5, "operators": 1.0}.get(plan.checkpointing, 0.0) * forward
@@ -154,8 +160,9 @@ def recomputed(model: Model, plan: Plan, chip: Accelerator) -> Seconds:
     if plan.checkpointing in ("full", "alternate"):
         return forward * (1.0 if plan.checkpointing == "full" else 0.5)
     if plan.checkpointing == "operators":
-        return Seconds(forward.matmul * second_matmuls(model), 0.0 if plan.flash else forward.attention,
-                       forward.elementwise)
+        return Seconds(
+            forward.matmul * second_matmuls(model), 0.0 if plan.flash else forward.attention, forward.elementwise
+        )
     if plan.checkpointing == "selective" and not plan.flash:
         return Seconds(attention=forward.attention)
     return Seconds()

@@ -17,14 +17,31 @@ import torch
 from course_lib.launching.cores import usable_cores
 from course_lib.system import hub_reachable
 
-ENGINES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "deepspeed", "tokenizers", "wandb",
-           "scikit-learn", "papermill")
+ENGINES = (
+    "torch",
+    "accelerate",
+    "transformers",
+    "datasets",
+    "evaluate",
+    "deepspeed",
+    "tokenizers",
+    "wandb",
+    "scikit-learn",
+    "papermill",
+)
 
 SHARED_MEMORY = 2**30
 """Bytes of /dev/shm with which loaders' workers, NCCL and DeepSpeed get by."""
 
-_CPU_FEATURES = {"avx2": "avx2", "avx512_f": "avx512f", "avx512_bf16": "avx512_bf16", "amx_bf16": "amx_bf16",
-                 "neon": "neon", "bf16": "arm_bf16", "sve_bf16": "sve_bf16"}
+_CPU_FEATURES = {
+    "avx2": "avx2",
+    "avx512_f": "avx512f",
+    "avx512_bf16": "avx512_bf16",
+    "amx_bf16": "amx_bf16",
+    "neon": "neon",
+    "bf16": "arm_bf16",
+    "sve_bf16": "sve_bf16",
+}
 _NATIVE_BF16 = {"avx512_bf16", "amx_bf16", "arm_bf16", "sve_bf16"}
 
 
@@ -98,8 +115,10 @@ def measured_on(*engines: str) -> str:
     versions = ", ".join([f"Python {here.python}", *(f"{name} {here.engines[name]}" for name in engines)])
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # of `python -m`
     program = f"-m {spec.name}" if spec else os.path.relpath(sys.argv[0])
-    return (f"{datetime.date.today()}; {here.cpu}, {here.cores} cores, {here.memory_bytes / 2**30:.0f} GiB; {versions}."
-            f"\n`python {' '.join([program, *sys.argv[1:]])}`")
+    return (
+        f"{datetime.date.today()}; {here.cpu}, {here.cores} cores, {here.memory_bytes / 2**30:.0f} GiB; {versions}."
+        f"\n`python {' '.join([program, *sys.argv[1:]])}`"
+    )
 
 
 def _cpu_features() -> tuple[str, ...]:
@@ -168,8 +187,9 @@ def native_bf16(device_type: str) -> bool:
     return device_type == "cpu" and sys.platform != "darwin" and bool(_NATIVE_BF16.intersection(_cpu_features()))
 
 
-def matmul_rate(dtype: torch.dtype, size: int = 1024, seconds: float = 0.5,
-                device: torch.device | str = "cpu") -> float:
+def matmul_rate(
+    dtype: torch.dtype, size: int = 1024, seconds: float = 0.5, device: torch.device | str = "cpu"
+) -> float:
     """Measured FLOP/s of the fastest square matrix product among those that fit into the time.
 
     The fastest, not the mean: this is the ceiling that a training step is compared with.

@@ -118,8 +118,10 @@ class Guarded(Tracker):
         except Exception as error:
             self.open = False
             reason = redact(" ".join(str(error).split()))[:300]
-            self.say(f"tracker {self.name} failed in {method} ({type(error).__name__}: {reason}): "
-                     "the training goes on, and this tracker keeps nothing more of it")
+            self.say(
+                f"tracker {self.name} failed in {method} ({type(error).__name__}: {reason}): "
+                "the training goes on, and this tracker keeps nothing more of it"
+            )
 
     def _write(self) -> None:
         while call := self._calls.get():
@@ -177,5 +179,8 @@ def artifact_name(name: str) -> str:
 
 def ends_by_name(intervals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """The ends of intervals as numbers of their own, for logs and trackers: ``accuracy_low``, ``accuracy_high``."""
-    return {f"{name}_{side}": end for name, ends in intervals.items()
-            for side, end in zip(("low", "high"), ends, strict=True)}
+    return {
+        f"{name}_{side}": end
+        for name, ends in intervals.items()
+        for side, end in zip(("low", "high"), ends, strict=True)
+    }

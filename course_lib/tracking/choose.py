@@ -8,8 +8,12 @@ from course_lib.tracking.tensorboard_tracker import TensorBoardTracker
 from course_lib.tracking.trackio_tracker import TrackioTracker
 from course_lib.tracking.wandb_tracker import WandbTracker
 
-TRACKERS: dict[str, type[Tracker]] = {"jsonl": JsonLinesTracker, "wandb": WandbTracker, "trackio": TrackioTracker,
-                                      "tensorboard": TensorBoardTracker}
+TRACKERS: dict[str, type[Tracker]] = {
+    "jsonl": JsonLinesTracker,
+    "wandb": WandbTracker,
+    "trackio": TrackioTracker,
+    "tensorboard": TensorBoardTracker,
+}
 
 
 def make_trackers(names: Sequence[str], info: RunInfo) -> list[Guarded]:

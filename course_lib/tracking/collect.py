@@ -90,14 +90,29 @@ def read_json_lines(path: Path) -> TrackedRun:
         elif kind == "table":
             tables[entry["name"]] = (entry["columns"], entry["rows"])
         elif kind == "confusion":
-            tables[entry["name"]] = (["actual", *entry["labels"]], [
-                [label, *counts] for label, counts in zip(entry["labels"], entry["counts"], strict=True)])
+            tables[entry["name"]] = (
+                ["actual", *entry["labels"]],
+                [[label, *counts] for label, counts in zip(entry["labels"], entry["counts"], strict=True)],
+            )
         elif kind == "end":
             state = entry["state"]
     if started is None:
         raise DataError(f"{path} does not begin with a run", "leave it out, or delete it")
-    return TrackedRun(about["id"], about["name"], about["project"], about["group"], about["rank"], "jsonl", state,
-                      started, path.parent, about["resumed_at"], config, tuple(rows), tables)
+    return TrackedRun(
+        about["id"],
+        about["name"],
+        about["project"],
+        about["group"],
+        about["rank"],
+        "jsonl",
+        state,
+        started,
+        path.parent,
+        about["resumed_at"],
+        config,
+        tuple(rows),
+        tables,
+    )
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:
@@ -148,13 +163,29 @@ def read_trackio(path: Path) -> list[TrackedRun]:
                 rows, state = [row for row in rows if row[0] < step], "unfinished"
             last, state = step, values.get("state", state)
             rows += _numbers(step, datetime.datetime.fromisoformat(time).timestamp(), values)
-            tables |= {name: (list(value["_value"][0]), [list(row.values()) for row in value["_value"]])
-                       for name, value in values.items()
-                       if isinstance(value, dict) and value.get("_type") == "trackio.table" and value["_value"]}
+            tables |= {
+                name: (list(value["_value"][0]), [list(row.values()) for row in value["_value"]])
+                for name, value in values.items()
+                if isinstance(value, dict) and value.get("_type") == "trackio.table" and value["_value"]
+            }
         started = min([time for _, time, *_ in rows], default=datetime.datetime.fromisoformat(created).timestamp())
-        runs.append(TrackedRun(config.get("run_id", key), config.get("name", name), path.stem, config.get("_Group"),
-                               int(config.get("rank") or 0), "trackio", state, started, path.parent, None,
-                               {k: v for k, v in config.items() if not k.startswith("_")}, tuple(rows), tables))
+        runs.append(
+            TrackedRun(
+                config.get("run_id", key),
+                config.get("name", name),
+                path.stem,
+                config.get("_Group"),
+                int(config.get("rank") or 0),
+                "trackio",
+                state,
+                started,
+                path.parent,
+                None,
+                {k: v for k, v in config.items() if not k.startswith("_")},
+                tuple(rows),
+                tables,
+            )
+        )
     return runs
 
 
@@ -180,8 +211,11 @@ def read_wandb(folder: Path) -> TrackedRun:
             config |= content.get("update", {})
         elif kind == "history":
             item = content["item"]
-            values = {name: value for name, value in item.items() if not name.startswith("_") and name != "step"
-                      and f"{name.rpartition('.')[0]}._type" not in item}
+            values = {
+                name: value
+                for name, value in item.items()
+                if not name.startswith("_") and name != "step" and f"{name.rpartition('.')[0]}._type" not in item
+            }
             rows += _numbers(int(item.get("step", 0)), item["_timestamp"], values)
             for key in (key for key, value in item.items() if value == "table-file" and key.endswith("._type")):
                 name = key.removesuffix("._type")
@@ -191,22 +225,38 @@ def read_wandb(folder: Path) -> TrackedRun:
             state = content.get("update", {}).get("state", state)
     if not about:
         raise DataError(f"the W&B run in {folder} was cut off at its start", "delete the folder")
-    return TrackedRun(about["run_id"], about.get("display_name", about["run_id"]), about.get("project", ""),
-                      about.get("run_group"), int(config.get("rank") or 0), "wandb", state,
-                      datetime.datetime.fromisoformat(about["start_time"]).timestamp(), folder,
-                      config.get("resumed_at"), {k: v for k, v in config.items() if not k.startswith("_")},
-                      tuple(rows), tables)
+    return TrackedRun(
+        about["run_id"],
+        about.get("display_name", about["run_id"]),
+        about.get("project", ""),
+        about.get("run_group"),
+        int(config.get("rank") or 0),
+        "wandb",
+        state,
+        datetime.datetime.fromisoformat(about["start_time"]).timestamp(),
+        folder,
+        config.get("resumed_at"),
+        {k: v for k, v in config.items() if not k.startswith("_")},
+        tuple(rows),
+        tables,
+    )
 
 
 @functools.lru_cache
 def _inspect(folder: Path, contents: str) -> str:
     """What wandb's reader prints, kept for a file's contents: it takes a second."""
-    done = subprocess.run([sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)],
-                          capture_output=True, text=True, check=False,
-                          env=os.environ | {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"})
+    done = subprocess.run(
+        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"},
+    )
     if done.returncode:
-        raise DataError(f"wandb cannot read the run in {folder} ({done.stderr.strip()[-200:]})",
-                        "delete it, if its run was cut off at its start")
+        raise DataError(
+            f"wandb cannot read the run in {folder} ({done.stderr.strip()[-200:]})",
+            "delete it, if its run was cut off at its start",
+        )
     return done.stdout
 
 
@@ -227,8 +277,11 @@ def _numbers(step: int, time: float, values: Mapping[str, Any]) -> list[tuple[in
 
 def metrics_frame(runs: Iterable[TrackedRun]) -> pd.DataFrame:
     """One row per number: columns :data:`METRIC_COLUMNS`, whichever tracker kept the run; ``time`` is UTC."""
-    rows = [(run.id, run.name, run.group, run.rank, run.tracker, step, time, metric, value)
-            for run in runs for step, time, metric, value in run.rows]
+    rows = [
+        (run.id, run.name, run.group, run.rank, run.tracker, step, time, metric, value)
+        for run in runs
+        for step, time, metric, value in run.rows
+    ]
     frame = pd.DataFrame(rows, columns=list(METRIC_COLUMNS))
     return frame.assign(time=pd.to_datetime(frame["time"], unit="s", utc=True), group=frame["group"].astype("str"))
 
@@ -240,9 +293,28 @@ def runs_frame(runs: Iterable[TrackedRun]) -> pd.DataFrame:
     for run in runs:
         last = {metric: value for _, _, metric, value in run.rows}
         steps = max((step for step, *_ in run.rows), default=0)
-        rows.append(dict(zip(RUN_COLUMNS, (run.id, run.name, run.project, run.group, run.rank, run.tracker, run.state,
-                                           run.started, steps, str(run.folder)), strict=True))
-                    | {f"config.{name}": value for name, value in run.config.items()} | last)
+        rows.append(
+            dict(
+                zip(
+                    RUN_COLUMNS,
+                    (
+                        run.id,
+                        run.name,
+                        run.project,
+                        run.group,
+                        run.rank,
+                        run.tracker,
+                        run.state,
+                        run.started,
+                        steps,
+                        str(run.folder),
+                    ),
+                    strict=True,
+                )
+            )
+            | {f"config.{name}": value for name, value in run.config.items()}
+            | last
+        )
     frame = pd.DataFrame(rows, columns=None if rows else list(RUN_COLUMNS))
     started = pd.to_datetime(frame["started"], unit="s", utc=True)
     return frame.assign(started=started, group=frame["group"].astype("str"))
@@ -252,10 +324,24 @@ def differing_options(runs: Iterable[TrackedRun]) -> list[str]:
     """Names of config fields in which runs that have them differ, but for those that only say where a run stands."""
     runs = list(runs)
     names = dict.fromkeys(name for run in runs for name in run.config)
-    where = {"output_dir", "name", "run_name", "run_id", "run_group", "rank", "resumed_at", "resume_from_checkpoint",
-             "tracker", "overwrite_output_dir", "env_file"}
-    return [name for name in names if name not in where
-            and len({_comparable(run.config[name]) for run in runs if name in run.config}) > 1]
+    where = {
+        "output_dir",
+        "name",
+        "run_name",
+        "run_id",
+        "run_group",
+        "rank",
+        "resumed_at",
+        "resume_from_checkpoint",
+        "tracker",
+        "overwrite_output_dir",
+        "env_file",
+    }
+    return [
+        name
+        for name in names
+        if name not in where and len({_comparable(run.config[name]) for run in runs if name in run.config}) > 1
+    ]
 
 
 def _comparable(value: Any) -> Any:

@@ -32,8 +32,15 @@ class JsonLinesTracker(Tracker):
             self.path.unlink(missing_ok=True)
         else:
             self.lines.cut(self.info.resumed_at)
-        self._write("run", id=self.info.id, name=self.info.name, project=self.info.project, group=self.info.group,
-                    rank=self.info.rank, resumed_at=self.info.resumed_at)
+        self._write(
+            "run",
+            id=self.info.id,
+            name=self.info.name,
+            project=self.info.project,
+            group=self.info.group,
+            rank=self.info.rank,
+            resumed_at=self.info.resumed_at,
+        )
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         self._write("config", values=dict(values))
@@ -42,8 +49,11 @@ class JsonLinesTracker(Tracker):
         self._write("metrics", step=step, values=dict(values))
 
     def histograms(self, values: Mapping[str, Histogram], step: int) -> None:
-        self._write("histograms", step=step, values={name: {"counts": histogram.counts, "edges": histogram.edges}
-                                                     for name, histogram in values.items()})
+        self._write(
+            "histograms",
+            step=step,
+            values={name: {"counts": histogram.counts, "edges": histogram.edges} for name, histogram in values.items()},
+        )
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         self._write("table", step=step, name=name, columns=columns, rows=rows)
@@ -53,8 +63,11 @@ class JsonLinesTracker(Tracker):
 
     def artifact(self, name: str, folder: Path, kind: str) -> None:
         """Keep what tells whether the files are still the same: their sizes and SHA-256 sums."""
-        files = {path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sum_of(path)}
-                 for path in sorted(folder.rglob("*")) if path.is_file()}
+        files = {
+            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sum_of(path)}
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
         self._write("artifact", name=name, type=kind, files=files)
 
     def finish(self, state: str = "finished") -> None:

@@ -45,8 +45,10 @@ def redacted(value: Any) -> Any:
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
-        return {name: HIDDEN if is_secret(str(name)) and isinstance(inner, str) and inner else redacted(inner)
-                for name, inner in value.items()}
+        return {
+            name: HIDDEN if is_secret(str(name)) and isinstance(inner, str) and inner else redacted(inner)
+            for name, inner in value.items()
+        }
     if isinstance(value, list | tuple):
         return [redacted(inner) for inner in value]
     return value
@@ -62,8 +64,10 @@ def read_env_file(path: str | Path) -> dict[str, str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read env_file {path} ({getattr(error, 'strerror', 'it is not UTF-8')})",
-                          "give a file of NAME=value lines") from None
+        raise ConfigError(
+            f"cannot read env_file {path} ({getattr(error, 'strerror', 'it is not UTF-8')})",
+            "give a file of NAME=value lines",
+        ) from None
     secrets = {}
     for number, line in enumerate(map(str.strip, lines), start=1):
         if not line or line.startswith("#"):

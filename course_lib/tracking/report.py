@@ -14,6 +14,7 @@ from course_lib.writing import write_text
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+
 def _summary(runs: Sequence[TrackedRun]) -> tuple[list[str], list[list[str]]]:
     table = summary_table(runs)
     return table.columns, table.rows
@@ -21,8 +22,11 @@ def _summary(runs: Sequence[TrackedRun]) -> tuple[list[str], list[list[str]]]:
 
 def tables_of(runs: Iterable[TrackedRun]) -> dict[str, tuple[list[str], list[list[str]]]]:
     """Tables that the runs kept, such as wrong predictions, by a heading."""
-    return {f"{run.name}: {name.replace('_', ' ')}": (columns, [[str(cell) for cell in row] for row in rows])
-            for run in runs for name, (columns, rows) in run.tables.items()}
+    return {
+        f"{run.name}: {name.replace('_', ' ')}": (columns, [[str(cell) for cell in row] for row in rows])
+        for run in runs
+        for name, (columns, rows) in run.tables.items()
+    }
 
 
 def write_markdown(path: Path, title: str, runs: Sequence[TrackedRun], figures: Mapping[str, "Figure"]) -> None:
@@ -76,8 +80,11 @@ def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> st
 def _plain(text: str) -> str:
     """Text that Markdown shows as it is: on one line, with no cell, tag, link or picture of its own."""
     for character in "\\|<>[]*_`":
-        text = text.replace(character, "\\" + character) if character not in "<>" else text.replace(
-            character, html.escape(character))
+        text = (
+            text.replace(character, "\\" + character)
+            if character not in "<>"
+            else text.replace(character, html.escape(character))
+        )
     return " ".join(text.split())
 
 

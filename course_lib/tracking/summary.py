@@ -13,9 +13,22 @@ SCORES = ("macro_f1", "accuracy", "loss", "perplexity")
 UNDERWAY = ("train/loss", "train/samples_per_second")
 SECTIONS = ("data", "model", "optim", "parallel", "pipeline", "run")
 """Sections whose fields decide what a run computes; the others say where it writes and who watches it."""
-ASIDE = frozenset({
-    "text_column", "label_column", "num_workers", "pin_memory", "progress_bar", "logging_steps", "eval_steps",
-    "eval_batch_size", "baselines", "revision", "device", "best_metric"})
+ASIDE = frozenset(
+    {
+        "text_column",
+        "label_column",
+        "num_workers",
+        "pin_memory",
+        "progress_bar",
+        "logging_steps",
+        "eval_steps",
+        "eval_batch_size",
+        "baselines",
+        "revision",
+        "device",
+        "best_metric",
+    }
+)
 """Fields of those sections that change neither the training nor its speed, or follow from the data."""
 WIDEST = 24
 """Characters of a cell; what is longer keeps its end, by which paths and names of models are told apart."""
@@ -48,9 +61,11 @@ class SummaryTable:
                 continue
             kept.append(i)
             used += needed + gap
-        return SummaryTable(["\n".join(folded(self.columns[i], fold)) for i in kept],
-                            [[shortened(row[i]) for i in kept] for row in self.rows],
-                            tuple(name for i, name in enumerate(self.columns) if i not in kept))
+        return SummaryTable(
+            ["\n".join(folded(self.columns[i], fold)) for i in kept],
+            [[shortened(row[i]) for i in kept] for row in self.rows],
+            tuple(name for i, name in enumerate(self.columns) if i not in kept),
+        )
 
 
 def summary_table(runs: Sequence[TrackedRun]) -> SummaryTable:
@@ -74,8 +89,16 @@ def summary_table(runs: Sequence[TrackedRun]) -> SummaryTable:
         def numbers(names: Iterable[str], values: dict[str, float] = values) -> list[str]:
             return [_number(values, name) for name in names]
 
-        rows.append([run.name, run.state, str(steps), *numbers(first),
-                     *(redact(_text(run.config.get(name, ""))) for name in differing), *numbers([*others, *underway])])
+        rows.append(
+            [
+                run.name,
+                run.state,
+                str(steps),
+                *numbers(first),
+                *(redact(_text(run.config.get(name, ""))) for name in differing),
+                *numbers([*others, *underway]),
+            ]
+        )
     return SummaryTable(["run", "state", "steps", *first, *differing, *others, *underway], rows)
 
 
@@ -86,14 +109,20 @@ def score_columns(runs: Iterable[TrackedRun]) -> list[str]:
     for run in runs:
         names = {metric for _, _, metric, _ in run.rows}
         chosen.append(chosen_by(run))
-        split = next((split for split in ("test", "validation", "eval") if any(f"{split}/{score}" in names
-                                                                              for score in SCORES)), None)
+        split = next(
+            (split for split in ("test", "validation", "eval") if any(f"{split}/{score}" in names for score in SCORES)),
+            None,
+        )
         for score in SCORES:
             if split and f"{split}/{score}" in names:
                 found.setdefault(score, []).append(split)
     order = dict.fromkeys([*chosen, *SCORES])
-    return [f"{split}/{score}" for score in order for split in ("test", "validation", "eval")
-            if split in found.get(score, ())]
+    return [
+        f"{split}/{score}"
+        for score in order
+        for split in ("test", "validation", "eval")
+        if split in found.get(score, ())
+    ]
 
 
 def chosen_by(run: TrackedRun) -> str:
@@ -107,8 +136,9 @@ def chosen_by(run: TrackedRun) -> str:
 def telling_options(runs: Iterable[TrackedRun]) -> list[str]:
     """Config fields in which the runs differ and that decide what is computed; fields that are none of ours too."""
     section = {option.name: option.section for option in options()}
-    return [name for name in differing_options(runs)
-            if name not in ASIDE and section.get(name, SECTIONS[0]) in SECTIONS]
+    return [
+        name for name in differing_options(runs) if name not in ASIDE and section.get(name, SECTIONS[0]) in SECTIONS
+    ]
 
 
 def folded(name: str, width: int) -> list[str]:
@@ -123,7 +153,7 @@ def folded(name: str, width: int) -> list[str]:
 
 def shortened(text: str) -> str:
     """The end of a text that is wider than a cell."""
-    return text if len(text) <= WIDEST else "…" + text[1 - WIDEST:]
+    return text if len(text) <= WIDEST else "…" + text[1 - WIDEST :]
 
 
 def _number(values: Mapping[str, float], name: str) -> str:

@@ -62,8 +62,10 @@ class Sweep:
         if self.method == "grid":
             return list(itertools.islice(ParameterGrid(dict(self.parameters)), self.count))
         drawn = ParameterSampler(dict(self.parameters), self.count or 10, random_state=self.seed)
-        return [{name: getattr(value, "item", lambda value=value: value)() for name, value in parameters.items()}
-                for parameters in drawn]
+        return [
+            {name: getattr(value, "item", lambda value=value: value)() for name, value in parameters.items()}
+            for parameters in drawn
+        ]
 
 
 @dataclass
@@ -93,8 +95,10 @@ def read_sweep(path: Path) -> Sweep:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read sweep {path}: {getattr(error, 'strerror', None) or 'it is not YAML'}",
-                          "give a file with `method:` and `parameters:`") from None
+        raise ConfigError(
+            f"cannot read sweep {path}: {getattr(error, 'strerror', None) or 'it is not YAML'}",
+            "give a file with `method:` and `parameters:`",
+        ) from None
     if not isinstance(tree, dict) or not isinstance(tree.get("parameters"), dict) or not tree["parameters"]:
         raise ConfigError(f"sweep {path} has no parameters", "write `parameters:` with a field and its values")
     if unknown := [key for key in tree if key not in KEYS]:
@@ -111,12 +115,21 @@ def read_sweep(path: Path) -> Sweep:
     for key, least in (("run_cap", 1), ("seed", 0)):
         if tree.get(key) is not None and not (type(tree[key]) is int and least <= tree[key] < 2**32):
             raise ConfigError(f"{path}: {key} is `{tree[key]}`", f"give a whole number, {least} or more")
-    parameters = {config_files.canonical(str(name)): _values(name, given, method, path)
-                  for name, given in tree["parameters"].items()}
+    parameters = {
+        config_files.canonical(str(name)): _values(name, given, method, path)
+        for name, given in tree["parameters"].items()
+    }
     if "output_dir" in parameters:
         raise ConfigError(f"{path}: output_dir cannot be varied", "each run has a folder of the sweep")
-    return Sweep(str(tree.get("name") or path.stem), method, parameters, metric["name"].removeprefix("eval."), goal,
-                 tree.get("run_cap"), tree.get("seed") or 0)
+    return Sweep(
+        str(tree.get("name") or path.stem),
+        method,
+        parameters,
+        metric["name"].removeprefix("eval."),
+        goal,
+        tree.get("run_cap"),
+        tree.get("seed") or 0,
+    )
 
 
 def _values(name: str, given: Any, method: str, path: Path) -> Any:
@@ -139,8 +152,9 @@ def _values(name: str, given: Any, method: str, path: Path) -> Any:
     if kind not in DISTRIBUTIONS:
         raise ConfigError(f"{path}: distribution `{kind}` of {name}", f"choose from {', '.join(DISTRIBUTIONS)}")
     if not low < high or (kind == "log_uniform_values" and low <= 0):
-        raise ConfigError(f"{path}: {name} from {low} to {high} with {kind}",
-                          "min has to lie below max, and above 0 for logs")
+        raise ConfigError(
+            f"{path}: {name} from {low} to {high} with {kind}", "min has to lie below max, and above 0 for logs"
+        )
     if method == "grid":
         raise ConfigError(f"{path}: {name} has a distribution, and a grid needs values", "use `method: random`")
     if kind == "int_uniform":
@@ -171,8 +185,13 @@ class Trainings:
         with self._lock:
             if self._stopped:
                 raise TrainingFailed("not started")
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                       env=os.environ | {"PYTHONUNBUFFERED": "1"})
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
             self._alive.add(process)
         try:
             out, err = process.communicate()
@@ -203,8 +222,9 @@ def train_apart(options: Sequence[str], folder: Path, trainings: Trainings | Non
     return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
 
 
-def run_sweep(sweep: Sweep, base: Sequence[str], folder: Path, *, parallel: int = 1,
-              say: Callable[[str], None] = print) -> list[Outcome]:
+def run_sweep(
+    sweep: Sweep, base: Sequence[str], folder: Path, *, parallel: int = 1, say: Callable[[str], None] = print
+) -> list[Outcome]:
     """Run every setting as its own ``course train``, some at a time; one that fails stops no other.
 
     In a folder where the same sweep was stopped, it goes on: what has ended is read, what was begun is resumed from its
@@ -230,15 +250,21 @@ def run_sweep(sweep: Sweep, base: Sequence[str], folder: Path, *, parallel: int 
         try:
             done = outcome.folder / "summary.json"
             go_on = ["--resume_from_checkpoint", "auto"] if outcome.folder.exists() else []
-            summary = json.loads(done.read_text(encoding="utf-8")) if done.exists() else train_apart(
-                [*base, *options, "--run_group", sweep.name, *go_on], outcome.folder, trainings)
+            summary = (
+                json.loads(done.read_text(encoding="utf-8"))
+                if done.exists()
+                else train_apart([*base, *options, "--run_group", sweep.name, *go_on], outcome.folder, trainings)
+            )
             outcome.scores = {name: value for name, value in summary["eval"].items() if isinstance(value, float)}
             outcome.scores |= ends_by_name(summary["eval"].get("interval95", {}))
             outcome.scores["samples_per_second"] = summary["train"]["samples_per_second"]
         except TrainingFailed as error:
             outcome.error = str(error)
-        told = f"{sweep.metric} {with_interval(outcome.scores, sweep.metric)}" if sweep.metric in outcome.scores else \
-            outcome.error or f"it has no {sweep.metric}"
+        told = (
+            f"{sweep.metric} {with_interval(outcome.scores, sweep.metric)}"
+            if sweep.metric in outcome.scores
+            else outcome.error or f"it has no {sweep.metric}"
+        )
         say(f"{outcome.folder.name}: {shown(outcome.settings)}: {told}")
         return outcome
 
@@ -267,8 +293,10 @@ def claim(sweep: Sweep, base: Sequence[str], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(note, json.dumps(about, indent=1) + "\n")
     elif json.loads(note.read_text(encoding="utf-8")) != about:
-        raise ConfigError(f"{folder} holds a sweep of other settings or options",
-                          "give it those to go on, another --sweep_dir, or delete it")
+        raise ConfigError(
+            f"{folder} holds a sweep of other settings or options",
+            "give it those to go on, another --sweep_dir, or delete it",
+        )
 
 
 def ranked(sweep: Sweep, outcomes: Sequence[Outcome]) -> pd.DataFrame:
@@ -293,8 +321,10 @@ def wandb_yaml(sweep_file: Path, base: Sequence[str]) -> str:
     metric = tree.get("metric")
     if metric and not metric["name"].startswith("eval."):
         metric["name"] = f"eval.{metric['name']}"
-    tree |= {"program": "course_lib/cli.py",
-             "command": ["${env}", "${interpreter}", "${program}", "train", *base, "--tracker", "wandb", "${args}"]}
+    tree |= {
+        "program": "course_lib/cli.py",
+        "command": ["${env}", "${interpreter}", "${program}", "train", *base, "--tracker", "wandb", "${args}"],
+    }
     return yaml.safe_dump(tree, sort_keys=False)
 
 
@@ -305,4 +335,3 @@ def shown(settings: Mapping[str, Any]) -> str:
 
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:.6g}" if isinstance(value, float) else str(value)
-

@@ -17,7 +17,10 @@ class SystemSampler:
     def sample(self) -> list[float]:
         """One number for each of :data:`METRICS`, memory in MiB; a CPU's GPU numbers are 0."""
         cuda = self.device.type == "cuda"
-        return [self.process.cpu_percent(), self.process.memory_info().rss / MIB,
-                psutil.virtual_memory().available / MIB,
-                torch.cuda.memory_allocated(self.device) / MIB if cuda else 0.0,
-                torch.cuda.max_memory_allocated(self.device) / MIB if cuda else 0.0]
+        return [
+            self.process.cpu_percent(),
+            self.process.memory_info().rss / MIB,
+            psutil.virtual_memory().available / MIB,
+            torch.cuda.memory_allocated(self.device) / MIB if cuda else 0.0,
+            torch.cuda.max_memory_allocated(self.device) / MIB if cuda else 0.0,
+        ]

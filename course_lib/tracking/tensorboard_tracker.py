@@ -46,9 +46,16 @@ class TensorBoardTracker(Tracker):
             counts, edges = np.asarray(histogram.counts, dtype=float), np.asarray(histogram.edges)
             middles = (edges[:-1] + edges[1:]) / 2
             self.writer.add_histogram_raw(
-                name, min=edges[0], max=edges[-1], num=int(counts.sum()), sum=float((counts * middles).sum()),
-                sum_squares=float((counts * middles**2).sum()), bucket_limits=edges[1:].tolist(),
-                bucket_counts=counts.tolist(), global_step=step)
+                name,
+                min=edges[0],
+                max=edges[-1],
+                num=int(counts.sum()),
+                sum=float((counts * middles).sum()),
+                sum_squares=float((counts * middles**2).sum()),
+                bucket_limits=edges[1:].tolist(),
+                bucket_counts=counts.tolist(),
+                global_step=step,
+            )
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         self.writer.add_text(name, _table(columns, rows), step)

@@ -49,8 +49,11 @@ class Gathered:
         shared = ", ".join(name for name in columns("main") if name in known and name != "id")
         after = 0 if table == "configs" else self.copied.get((source, table), 0)
         last = database.execute(f"SELECT max(id) FROM source.{table}").fetchone()[0] or 0
-        database.execute(f"INSERT OR REPLACE INTO main.{table} ({shared}) SELECT {shared} FROM source.{table} "
-                         "WHERE id > ? AND id <= ? ORDER BY id", (after, last))
+        database.execute(
+            f"INSERT OR REPLACE INTO main.{table} ({shared}) SELECT {shared} FROM source.{table} "
+            "WHERE id > ? AND id <= ? ORDER BY id",
+            (after, last),
+        )
         self.copied[source, table] = last
 
 

@@ -34,10 +34,16 @@ class TrackioTracker(Tracker):
         trackio = trackio_in(self.folder)
         # It would ask the Hub for the user's name wherever there is a token.
         with replaced(trackio.run, "_get_default_namespace", lambda: None):
-            self.run = trackio.init(self.info.project, name=f"{self.info.name}-{self.info.id[:4]}",
-                                    group=self.info.group, resume="allow", embed=False, auto_log_gpu=False,
-                                    auto_log_cpu=False,
-                                    config={"name": self.info.name, "rank": self.info.rank, "run_id": self.info.id})
+            self.run = trackio.init(
+                self.info.project,
+                name=f"{self.info.name}-{self.info.id[:4]}",
+                group=self.info.group,
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+                config={"name": self.info.name, "rank": self.info.rank, "run_id": self.info.id},
+            )
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
         self.run.config.update(values)
@@ -48,8 +54,9 @@ class TrackioTracker(Tracker):
     def histograms(self, values: Mapping[str, Histogram], step: int) -> None:
         import trackio
 
-        self.run.log({name: trackio.Histogram(np_histogram=(h.counts, h.edges)) for name, h in values.items()},
-                     step=step)
+        self.run.log(
+            {name: trackio.Histogram(np_histogram=(h.counts, h.edges)) for name, h in values.items()}, step=step
+        )
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         import trackio

@@ -68,9 +68,17 @@ class WandbTracker(Tracker):
         else:
             settings.init_timeout = LOCAL_TIMEOUT
         self.run = wandb.init(
-            project=self.info.project, name=self.info.name, id=self.info.id, group=self.info.group,
-            job_type="train", dir=self.info.folder, mode=self.mode,  # type: ignore[arg-type]
-            resume="allow" if self.mode == "online" else None, reinit="create_new", settings=settings)
+            project=self.info.project,
+            name=self.info.name,
+            id=self.info.id,
+            group=self.info.group,
+            job_type="train",
+            dir=self.info.folder,
+            mode=self.mode,  # type: ignore[arg-type]
+            resume="allow" if self.mode == "online" else None,
+            reinit="create_new",
+            settings=settings,
+        )
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         self.run.config.update({"rank": self.info.rank, "resumed_at": self.info.resumed_at}, allow_val_change=True)
@@ -89,8 +97,13 @@ class WandbTracker(Tracker):
     def histograms(self, values: Mapping[str, Histogram], step: int) -> None:
         import wandb
 
-        self.log({name: wandb.Histogram(np_histogram=(np.array(histogram.counts), np.array(histogram.edges)))
-                  for name, histogram in values.items()}, step)
+        self.log(
+            {
+                name: wandb.Histogram(np_histogram=(np.array(histogram.counts), np.array(histogram.edges)))
+                for name, histogram in values.items()
+            },
+            step,
+        )
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         import wandb
@@ -101,10 +114,22 @@ class WandbTracker(Tracker):
         import wandb
 
         fields = ("Actual", "Predicted", "nPredictions")
-        cells = [[actual, predicted, count] for actual, row in zip(labels, counts, strict=True)
-                 for predicted, count in zip(labels, row, strict=True)]
-        self.log({name: wandb.plot_table("wandb/confusion_matrix/v1", wandb.Table(columns=list(fields), data=cells),
-                                         {field: field for field in fields}, {"title": name})}, step)
+        cells = [
+            [actual, predicted, count]
+            for actual, row in zip(labels, counts, strict=True)
+            for predicted, count in zip(labels, row, strict=True)
+        ]
+        self.log(
+            {
+                name: wandb.plot_table(
+                    "wandb/confusion_matrix/v1",
+                    wandb.Table(columns=list(fields), data=cells),
+                    {field: field for field in fields},
+                    {"title": name},
+                )
+            },
+            step,
+        )
 
     def artifact(self, name: str, folder: Path, kind: str) -> None:
         import wandb

@@ -37,11 +37,17 @@ def do_what_is_due(trainer: Trainer, loss: torch.Tensor, gradient_norm: torch.Te
     watched = engine.sum(loss.clone()) if trainer.precision == "fp16" else gradient_norm
     bad = (trainer.first_bad_step == 0) & ~torch.isfinite(watched)
     trainer.first_bad_step = torch.where(bad, state.step, trainer.first_bad_step)
-    logs = is_due(trainer, config.run.logging_steps) or state.finished or (
-        config.run.logging_first_step and state.step == 1)
+    logs = (
+        is_due(trainer, config.run.logging_steps)
+        or state.finished
+        or (config.run.logging_first_step and state.step == 1)
+    )
     passed = state.epochs_done if config.run.eval_steps is None else state.step
-    evaluates = is_due(trainer, config.run.eval_steps) and "validation" in trainer.eval_loaders and (
-        passed >= config.run.eval_delay)
+    evaluates = (
+        is_due(trainer, config.run.eval_steps)
+        and "validation" in trainer.eval_loaders
+        and (passed >= config.run.eval_delay)
+    )
     saves = is_due(trainer, config.output.save_steps)
     waits = logs or evaluates or saves or trainer.device.type == "cpu"
     if waits:  # on a GPU not after every step: the device would run out of work meanwhile
@@ -66,8 +72,11 @@ def do_what_is_due(trainer: Trainer, loss: torch.Tensor, gradient_norm: torch.Te
         trainer.saver.wait()
         if trainer.is_main and code == EXIT_RESUME:
             interrupts.leave_note(trainer.output_dir, state.step)
-        raise TrainingInterrupted(f"interrupted at step {state.step}; a checkpoint is in {trainer.output_dir}",
-                                  "go on with --resume_from_checkpoint auto", code)
+        raise TrainingInterrupted(
+            f"interrupted at step {state.step}; a checkpoint is in {trainer.output_dir}",
+            "go on with --resume_from_checkpoint auto",
+            code,
+        )
 
 
 def is_due(trainer: Trainer, every: int | None) -> bool:
@@ -103,21 +112,25 @@ def diverged(step: int, rate: float, kept: list[Path], untouched: bool = False) 
         return TrainingDiverged(
             f"the loss or its gradient is not a finite number at step {step}; no update has changed the weights before "
             "it, so no learning rate is the cause",
-            "look at the rows of that step, or try --mixed_precision no, --attention eager or --cpu_kernels torch")
+            "look at the rows of that step, or try --mixed_precision no, --attention eager or --cpu_kernels torch",
+        )
     before = [folder for folder in kept if checkpoint.step_of(folder) < step]
     good = [folder for folder in before if checkpoint.step_of(folder) < step - 1]
     what = f"the loss or its gradient is not a finite number at step {step}; "
-    what += (f"the last good checkpoint is {(good or before)[-1]}" if before else "there is no checkpoint before it")
+    what += f"the last good checkpoint is {(good or before)[-1]}" if before else "there is no checkpoint before it"
     look = "look at the data of that step"
     lower = f"{rate / 10 if rate <= 1 else option('learning_rate').default:g}"
     if good:
         return TrainingDiverged(
-            what, f"go on from it with a lower --learning_rate, or clip with --max_grad_norm; or {look}",
-            cure={"learning_rate": lower, "overwrite_output_dir": None, "resume_from_checkpoint": str(good[-1])})
+            what,
+            f"go on from it with a lower --learning_rate, or clip with --max_grad_norm; or {look}",
+            cure={"learning_rate": lower, "overwrite_output_dir": None, "resume_from_checkpoint": str(good[-1])},
+        )
     return TrainingDiverged(
         what + (", whose weights give the same again" if before else ""),
         f"lower --learning_rate, or clip with --max_grad_norm, and begin anew; or {look}",
-        cure={"learning_rate": lower, "overwrite_output_dir": "true", "resume_from_checkpoint": None})
+        cure={"learning_rate": lower, "overwrite_output_dir": "true", "resume_from_checkpoint": None},
+    )
 
 
 def count_seconds(trainer: Trainer) -> None:
@@ -141,10 +154,18 @@ def log(trainer: Trainer, gradient_norm: torch.Tensor) -> None:
     state = trainer.state
     state.last_loss = sum(state.window) / len(state.window)
     state.window = []
-    trainer.tell("on_log", {
-        "step": state.step, "epoch": state.epochs_done, "loss": state.last_loss,
-        "learning_rate": trainer.learning_rate, "gradient_norm": float(gradient_norm),
-        **trainer.throughput.rates(state, trainer.num_processes), "seconds": round(state.seconds, 3)})
+    trainer.tell(
+        "on_log",
+        {
+            "step": state.step,
+            "epoch": state.epochs_done,
+            "loss": state.last_loss,
+            "learning_rate": trainer.learning_rate,
+            "gradient_norm": float(gradient_norm),
+            **trainer.throughput.rates(state, trainer.num_processes),
+            "seconds": round(state.seconds, 3),
+        },
+    )
 
 
 def validate(trainer: Trainer) -> None:
@@ -160,5 +181,8 @@ def validate(trainer: Trainer) -> None:
     else:
         state.evaluations_since_best += 1
     trainer.tell("on_evaluate", metrics)
-    trainer.tell("on_log", {"step": state.step, "epoch": state.epochs_done}
-                 | {f"eval.{name}": value for name, value in (metrics | ends_by_name(ends)).items()})
+    trainer.tell(
+        "on_log",
+        {"step": state.step, "epoch": state.epochs_done}
+        | {f"eval.{name}": value for name, value in (metrics | ends_by_name(ends)).items()},
+    )

@@ -28,8 +28,13 @@ from course_lib.training.engines.with_deepspeed import leave_shared_memory_opera
 ROWS, TOKENS, WORDS = 12, 8, 96
 """Of the batch: 12 rows can be dealt to 2, 3 and 4 ranks, and to 2 × 3; so can a vocabulary of 96."""
 LEARNING_RATE = 1e-3
-AXES = {"transformers": ("dp", "shard", "ep", "tp"), "scratch": ("dp", "shard", "tp"), "torch": ("dp", "shard"),
-        "accelerate": ("dp", "shard"), "deepspeed": ("dp", "shard")}
+AXES = {
+    "transformers": ("dp", "shard", "ep", "tp"),
+    "scratch": ("dp", "shard", "tp"),
+    "torch": ("dp", "shard"),
+    "accelerate": ("dp", "shard"),
+    "deepspeed": ("dp", "shard"),
+}
 """By engine. DeepSpeed's dp is ZeRO-2, its shard ZeRO-3; of all others shard is FSDP. On Transformers' ep the ranks
 have their own rows, share the layers by FSDP, and the experts one by one; in releases without ``ep_size`` (before 5.19)
 they are its tensor ranks, which have the same rows, whole layers, and share the experts."""
@@ -53,13 +58,17 @@ def config_of(name: str) -> PreTrainedConfig:
             return CONFIG_MAPPING[name]()
         if "/" not in name or (problem := hub_reachable.problem()):
             why = f" ({problem})" if "/" in name else ""
-            raise ModelError(f"no model {name} is known{why}",
-                             "give a folder with config.json, a model of `course plan`, or a type, as qwen3")
+            raise ModelError(
+                f"no model {name} is known{why}",
+                "give a folder with config.json, a model of `course plan`, or a type, as qwen3",
+            )
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # whatever a foreign file makes of its reader is that file's fault
-        raise ModelError(f"{name}: config.json cannot be used ({str(error).splitlines()[0]})",
-                         "give an architecture that transformers itself knows") from None
+        raise ModelError(
+            f"{name}: config.json cannot be used ({str(error).splitlines()[0]})",
+            "give an architecture that transformers itself knows",
+        ) from None
 
 
 def chosen_layouts(engine: str, which: str, ranks: int) -> list[Layout]:
@@ -94,8 +103,9 @@ class ModelOnEngine:
         ModelError: no such model, or one that is not for causal language modelling.
     """
 
-    def __init__(self, name: str, engine: str, *, dtype: torch.dtype = torch.float32, split_experts: bool = False,
-                 **more: Any):
+    def __init__(
+        self, name: str, engine: str, *, dtype: torch.dtype = torch.float32, split_experts: bool = False, **more: Any
+    ):
         if engine not in AXES:
             raise ConfigError(f"unknown engine {engine!r}", f"use {', '.join(AXES)}")
         self.engine, self.dtype, self.split_experts = engine, dtype, split_experts
@@ -113,8 +123,9 @@ class ModelOnEngine:
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         except ValueError as error:
-            raise ModelError(f"{name} is not for causal language modelling ({str(error).splitlines()[0][:80]})",
-                             "give a decoder") from None
+            raise ModelError(
+                f"{name} is not for causal language modelling ({str(error).splitlines()[0][:80]})", "give a decoder"
+            ) from None
         model.save_pretrained(self.folder.name)
         words = model.get_input_embeddings().weight.shape[0]
         self.ids = torch.randint(min(5, words - 1), words, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -184,8 +195,9 @@ def _transformers(subject: ModelOnEngine, layout: Layout, batch: Tensor) -> Subj
         sizes["ep_size"] = layout.ep * (layout.tp if layout.ep > 1 or subject.split_experts else 1)
     elif layout.ep > 1 or subject.split_experts:
         if layout.ep > 1 and layout.tp > 1:
-            raise NotImplementedError(f"the tensor ranks of transformers {transformers.__version__} share the layers "
-                                      "or the experts")
+            raise NotImplementedError(
+                f"the tensor ranks of transformers {transformers.__version__} share the layers or the experts"
+            )
         sizes["tp_size"] *= layout.ep
         flags["enable_expert_parallel"] = True
     if missing := [name for name, size in sizes.items() if size > 1 and name not in _options()]:
@@ -204,13 +216,25 @@ def _scratch(subject: ModelOnEngine, layout: Layout, batch: Tensor) -> Subject:
         except CourseError as error:
             raise NotImplementedError(str(error).split(":")[0]) from None
         data = DataParallel(split, group=mesh.get_group("dp"))
-        return Subject(data, _adam(split), _loss, batch, split.whole_gradients,
-                       lambda: split.whole(dict(split.module.named_parameters())))
+        return Subject(
+            data,
+            _adam(split),
+            _loss,
+            batch,
+            split.whole_gradients,
+            lambda: split.whole(dict(split.module.named_parameters())),
+        )
     if layout.shard > 1:
         optimizer = _adam(model)
         sharded = FullyShardedDataParallel(model, optimizer)
-        return Subject(sharded, optimizer, _loss, batch, lambda: gathered_pieces(sharded.pieces(), True),
-                       lambda: _values(gathered_pieces(sharded.pieces(), False)))
+        return Subject(
+            sharded,
+            optimizer,
+            _loss,
+            batch,
+            lambda: gathered_pieces(sharded.pieces(), True),
+            lambda: _values(gathered_pieces(sharded.pieces(), False)),
+        )
     return Subject(DataParallel(model), _adam(model), _loss, batch)
 
 
@@ -266,9 +290,17 @@ def _deepspeed(subject: ModelOnEngine, layout: Layout, batch: Tensor) -> Subject
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
     model = subject.loaded()
-    engine, *_ = deepspeed.initialize(model=model, optimizer=_adam(model), dist_init_required=False, config={
-        "train_micro_batch_size_per_gpu": len(batch), "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 3 if layout.shard > 1 else 2}, "steps_per_print": 2**31 - 1})
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=_adam(model),
+        dist_init_required=False,
+        config={
+            "train_micro_batch_size_per_gpu": len(batch),
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 3 if layout.shard > 1 else 2},
+            "steps_per_print": 2**31 - 1,
+        },
+    )
 
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
         mean = _loss(engine, ids)
@@ -276,13 +308,25 @@ def _deepspeed(subject: ModelOnEngine, layout: Layout, batch: Tensor) -> Subject
         return mean.detach().requires_grad_()  # its backward is done
 
     def whole(read: Callable) -> dict[str, Any]:
-        return {name: None if (value := read(parameter)) is None else value.clone()
-                for name, parameter in model.named_parameters()}
+        return {
+            name: None if (value := read(parameter)) is None else value.clone()
+            for name, parameter in model.named_parameters()
+        }
 
-    return Subject(model, _EngineStep(engine), loss, batch, lambda: whole(safe_get_full_grad),  # type: ignore[arg-type]
-                   lambda: whole(safe_get_full_fp32_param))
+    return Subject(
+        model,
+        _EngineStep(engine),
+        loss,
+        batch,
+        lambda: whole(safe_get_full_grad),  # type: ignore[arg-type]
+        lambda: whole(safe_get_full_fp32_param),
+    )
 
 
 MAKERS: Mapping[str, Callable[[ModelOnEngine, Layout, Tensor], Subject]] = {
-    "transformers": _transformers, "scratch": _scratch, "torch": _torch, "accelerate": _accelerate,
-    "deepspeed": _deepspeed}
+    "transformers": _transformers,
+    "scratch": _scratch,
+    "torch": _torch,
+    "accelerate": _accelerate,
+    "deepspeed": _deepspeed,
+}

@@ -50,8 +50,9 @@ def class_shares_loss(train_labels: Sequence[int], test_labels: Sequence[int], n
     return sum(times * (log_all - math.log(counts[label] + 1)) for label, times in scored.items()) / len(test_labels)
 
 
-def tfidf_logistic_regression(train_texts: Sequence[str], train_labels: Sequence[int], test_texts: Sequence[str],
-                              test_labels: Sequence[int]) -> dict[str, Any]:
+def tfidf_logistic_regression(
+    train_texts: Sequence[str], train_labels: Sequence[int], test_texts: Sequence[str], test_labels: Sequence[int]
+) -> dict[str, Any]:
     """Score of a linear classifier on TF-IDF weighted words and pairs of words.
 
     Args:
@@ -70,14 +71,18 @@ def tfidf_logistic_regression(train_texts: Sequence[str], train_labels: Sequence
 
     _refuse_empty(train_labels, test_labels)
     if len(set(train_labels)) < 2:
-        raise DataError(f"all {len(train_labels)} training labels are {train_labels[0]}, and a classifier needs two",
-                        "use a split with several classes, or --baselines false")
+        raise DataError(
+            f"all {len(train_labels)} training labels are {train_labels[0]}, and a classifier needs two",
+            "use a split with several classes, or --baselines false",
+        )
     vectorizer = TfidfVectorizer(ngram_range=(1, 2))
     try:
         train_features = vectorizer.fit_transform(train_texts)
     except ValueError as error:  # scikit-learn's "empty vocabulary"
-        raise DataError("no training text has a word of two letters, which TF-IDF needs",
-                        "check the text column, or use --baselines false") from error
+        raise DataError(
+            "no training text has a word of two letters, which TF-IDF needs",
+            "check the text column, or use --baselines false",
+        ) from error
     with threadpool_limits(1):  # the vectors are short: a second thread costs ten times what it gives
         classifier = LogisticRegression(C=TFIDF_C, max_iter=1000).fit(train_features, train_labels)
     predicted = classifier.predict(vectorizer.transform(test_texts))
@@ -97,6 +102,11 @@ def _score(labels: Sequence[int], predicted: Sequence[int], classes: Iterable[in
     macro_f1 = f1_score(labels, predicted, average="macro", zero_division=0)
     pairs = Counter((numbers[guess], numbers[label]) for guess, label in zip(predicted, labels, strict=True))
     hits = sum(count for (guess, label), count in pairs.items() if guess == label)
-    return {"accuracy": float(accuracy_score(labels, predicted)), "macro_f1": float(macro_f1),
-            "interval95": {"accuracy": intervals.accuracy_interval(hits, len(labels)),
-                           "macro_f1": intervals.macro_f1_interval(pairs, len(numbers))}}
+    return {
+        "accuracy": float(accuracy_score(labels, predicted)),
+        "macro_f1": float(macro_f1),
+        "interval95": {
+            "accuracy": intervals.accuracy_interval(hits, len(labels)),
+            "macro_f1": intervals.macro_f1_interval(pairs, len(numbers)),
+        },
+    }

@@ -34,8 +34,10 @@ def pick_kernels(config: Config, device: torch.device) -> str | None:
     asked = config.run.cpu_kernels
     if device.type != "cpu":
         if asked == "fast":
-            raise ConfigError(f"cpu_kernels fast is for training on a CPU, and the device is {device.type}",
-                              "leave it out, or use --device cpu")
+            raise ConfigError(
+                f"cpu_kernels fast is for training on a CPU, and the device is {device.type}",
+                "leave it out, or use --device cpu",
+            )
         return None
     if asked == "auto":
         return "torch" if config.run.training_type == "basic" or config.model.torch_compile else "fast"
@@ -127,9 +129,17 @@ class _Mark:
         return _Mark, ()
 
 
-def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-              attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
-              is_causal: bool | None = None, **others: Any) -> tuple[torch.Tensor, None]:
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
     """Attention in the form of transformers' interface: its own for ``sdpa``, but for training with dropout.
 
     torch's fused kernel for the CPU has no dropout, so that the products are written out here: in a module that
@@ -145,15 +155,24 @@ def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: 
     Returns:
         [B, L, H, D], and None for the weights.
     """
-    causal = attention_mask is None and query.shape[2] > 1 and (
-        getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    known = (hasattr(module, "fast_attention") and module.training and _drops(query, dropout)
-             and all(given is None or given is False or name in _SAYS_NOTHING for name, given in others.items())
-             and query.shape[1] == key.shape[1] * getattr(module, "num_key_value_groups", 1)
-             and not (causal and query.shape[2] != key.shape[2]) and _leaves_something(attention_mask))
+    causal = (
+        attention_mask is None
+        and query.shape[2] > 1
+        and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    )
+    known = (
+        hasattr(module, "fast_attention")
+        and module.training
+        and _drops(query, dropout)
+        and all(given is None or given is False or name in _SAYS_NOTHING for name, given in others.items())
+        and query.shape[1] == key.shape[1] * getattr(module, "num_key_value_groups", 1)
+        and not (causal and query.shape[2] != key.shape[2])
+        and _leaves_something(attention_mask)
+    )
     if not known:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling,
-                                      is_causal=is_causal, **others)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
+        )
     if causal:
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
     groups = query.shape[1] // key.shape[1]

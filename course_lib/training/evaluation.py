@@ -57,8 +57,10 @@ class ClassificationCounts:
 
     def intervals(self) -> dict[str, intervals.Interval]:
         """Of both; see :mod:`course_lib.training.intervals`."""
-        return {"accuracy": intervals.accuracy_interval(int(self.hits.sum()), int(self.actual.sum())),
-                "macro_f1": intervals.macro_f1_interval(self.pairs, len(self.hits))}
+        return {
+            "accuracy": intervals.accuracy_interval(int(self.hits.sum()), int(self.actual.sum())),
+            "macro_f1": intervals.macro_f1_interval(self.pairs, len(self.hits)),
+        }
 
 
 def evaluate_split(

@@ -30,8 +30,16 @@ def accelerate_yaml(settings: Mapping[str, Any], num_processes: int, machines: i
         head: comment lines, each with its ``#`` and its end.
     """
     meeting = {"main_process_port": 29500, "rdzv_backend": "static"} if machines > 1 else {"main_process_port": 0}
-    return head + yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", "num_machines": machines,
-                                  "num_processes": num_processes, **meeting, **settings}, sort_keys=False)
+    return head + yaml.safe_dump(
+        {
+            "compute_environment": "LOCAL_MACHINE",
+            "num_machines": machines,
+            "num_processes": num_processes,
+            **meeting,
+            **settings,
+        },
+        sort_keys=False,
+    )
 
 
 def several_processes(num_processes: int, precision: str = "no") -> dict[str, Any]:
@@ -39,8 +47,9 @@ def several_processes(num_processes: int, precision: str = "no") -> dict[str, An
     return {"distributed_type": "MULTI_GPU" if num_processes > 1 else "NO", "mixed_precision": precision}
 
 
-def accelerate_settings(config: Config, precision: str, num_processes: int, block: str,
-                        deepspeed: str = DEEPSPEED) -> dict[str, Any]:
+def accelerate_settings(
+    config: Config, precision: str, num_processes: int, block: str, deepspeed: str = DEEPSPEED
+) -> dict[str, Any]:
     """Settings for :func:`accelerate_yaml` under which any script has this run's strategy.
 
     Args:
@@ -53,12 +62,19 @@ def accelerate_settings(config: Config, precision: str, num_processes: int, bloc
     parallel = config.parallel
     if parallel.chosen_engine == "deepspeed":
         # Precision and accumulation stand in DeepSpeed's own file, which must not be contradicted.
-        return {"distributed_type": "DEEPSPEED",
-                "deepspeed_config": {"deepspeed_config_file": deepspeed, "zero3_init_flag": False}}
+        return {
+            "distributed_type": "DEEPSPEED",
+            "deepspeed_config": {"deepspeed_config_file": deepspeed, "zero3_init_flag": False},
+        }
     if parallel.strategy in BY_FSDP and parallel.tensor_parallel_size == 1:  # Accelerate would shard over all ranks
-        fsdp = {"fsdp_version": 2, "fsdp_reshard_after_forward": parallel.strategy != "zero2",
-                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-                "fsdp_offload_params": parallel.offload != "none", "fsdp_transformer_layer_cls_to_wrap": block}
+        fsdp = {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": parallel.strategy != "zero2",
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_offload_params": parallel.offload != "none",
+            "fsdp_transformer_layer_cls_to_wrap": block,
+        }
         return {"distributed_type": "FSDP", "mixed_precision": precision, "fsdp_config": fsdp}
     return several_processes(num_processes, precision)
 
@@ -68,8 +84,9 @@ def write(config: Config, precision: str, num_processes: int, model: nn.Module) 
     folder = config.output_dir
     # A pipeline's stages have no such blocks, nor does it need them.
     classes = {type(block).__name__ for block in blocks(model).values()} if config.parallel.strategy in BY_FSDP else ()
-    settings = accelerate_settings(config, precision, num_processes, ",".join(sorted(classes)),
-                                   deepspeed=str(folder / DEEPSPEED))
+    settings = accelerate_settings(
+        config, precision, num_processes, ",".join(sorted(classes)), deepspeed=str(folder / DEEPSPEED)
+    )
     if config.parallel.chosen_engine == "deepspeed":
         from course_lib.training.engines.with_deepspeed import deepspeed_config
 

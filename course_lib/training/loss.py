@@ -55,8 +55,12 @@ def loss_of_rows(logits: torch.Tensor, labels: torch.Tensor, task: str) -> torch
         float32 [B, 2]: the row's summed loss (nats) and its count of targets.
     """
     targets = shifted(labels, task)
-    by_target = torch.cat([F.cross_entropy(part.float(), wanted, ignore_index=IGNORE, reduction="none")
-                      for part, wanted in _chunks(logits.flatten(0, -2), targets.flatten())])
+    by_target = torch.cat(
+        [
+            F.cross_entropy(part.float(), wanted, ignore_index=IGNORE, reduction="none")
+            for part, wanted in _chunks(logits.flatten(0, -2), targets.flatten())
+        ]
+    )
     by_row = by_target.view(len(labels), -1).sum(-1)
     return torch.stack([by_row, (targets.view(len(labels), -1) != IGNORE).sum(-1).float()], dim=-1)
 

@@ -22,8 +22,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     Which these are is said by their names, and by ``nn.LayerNorm``, as in the Hugging Face Trainer
     (``get_decay_parameter_names``): T5's ``relative_attention_bias`` is a bias, though a matrix.
     """
-    within_norms = {parameter for module in model.modules() if isinstance(module, nn.LayerNorm)
-                    for parameter in module.parameters()}
+    within_norms = {
+        parameter for module in model.modules() if isinstance(module, nn.LayerNorm) for parameter in module.parameters()
+    }
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     decays = {name: p not in within_norms and not NO_DECAY.search(name.lower()) for name, p in trainable.items()}
     groups = [
@@ -37,13 +38,23 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     """The optimizer that the config names, with torch's fused kernels where they exist."""
     groups = parameter_groups(model, config.weight_decay)
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
-                                 eps=config.adam_epsilon, fused=True)
+        return torch.optim.AdamW(
+            groups,
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            fused=True,
+        )
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
     if config.optimizer == "muon":
-        return Muon(muon_groups(model, groups), lr=config.learning_rate, momentum=config.momentum,
-                    betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon)
+        return Muon(
+            muon_groups(model, groups),
+            lr=config.learning_rate,
+            momentum=config.momentum,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+        )
     return torch.optim.Adafactor(groups, lr=config.learning_rate)
 
 
@@ -69,5 +80,6 @@ def make_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: int) 
         from transformers import get_scheduler
 
         return get_scheduler(config.lr_scheduler, optimizer, warmup, total_steps, more)
-    return LambdaLR(optimizer, lambda step: learning_rate_factor(
-        step, shape=config.lr_scheduler, warmup=warmup, total=total_steps))
+    return LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step, shape=config.lr_scheduler, warmup=warmup, total=total_steps)
+    )

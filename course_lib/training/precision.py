@@ -30,8 +30,10 @@ def pick_device(name: str) -> torch.device:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, where Accelerate imports it, warns of a guess
     if parse_flag_from_env("ACCELERATE_USE_CPU"):
         if name not in ("auto", "cpu"):
-            raise ConfigError(f"device is {name}, and ACCELERATE_USE_CPU keeps this process on the CPU",
-                              "use --device auto, or fewer processes where the launcher has set it")
+            raise ConfigError(
+                f"device is {name}, and ACCELERATE_USE_CPU keeps this process on the CPU",
+                "use --device auto, or fewer processes where the launcher has set it",
+            )
         return torch.device("cpu")
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
@@ -69,8 +71,11 @@ def make_accelerator(precision: str, **options: Any) -> Accelerator:
     held = AcceleratorState._shared_state
     if held.get("_mixed_precision", precision) != precision:
         if not held.get("made_by_course"):
-            raise ConfigError(f"this process has an Accelerator with mixed_precision {held['_mixed_precision']}, and "
-                              f"this training has {precision}", "give both the same one, or train in another process")
+            raise ConfigError(
+                f"this process has an Accelerator with mixed_precision {held['_mixed_precision']}, and "
+                f"this training has {precision}",
+                "give both the same one, or train in another process",
+            )
         AcceleratorState._reset_state()  # the process group stays
     accelerator = Accelerator(mixed_precision=precision, **options)
     AcceleratorState._shared_state["made_by_course"] = True
@@ -90,8 +95,10 @@ def hint(config: Config, device: torch.device) -> str | None:
         return None  # older than tensor cores
     kind, way = config.run.training_type, (config.parallel.strategy, config.parallel.chosen_engine)
     scales = kind == "basic" or (kind == "accelerated" and (way == ("ddp", "torch") or way[1] == "deepspeed"))
-    return (f"{torch.cuda.get_device_name(device)} has no bfloat16 of its own: training in float32; its tensor cores "
-            "take --mixed_precision fp16" + ("" if scales else ", which --strategy ddp and --engine deepspeed have"))
+    return (
+        f"{torch.cuda.get_device_name(device)} has no bfloat16 of its own: training in float32; its tensor cores "
+        "take --mixed_precision fp16" + ("" if scales else ", which --strategy ddp and --engine deepspeed have")
+    )
 
 
 def use_tf32(choice: str, precision: str, device: torch.device) -> bool:
@@ -108,8 +115,10 @@ def use_tf32(choice: str, precision: str, device: torch.device) -> bool:
     """
     there = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     if choice == "on" and not there:
-        raise ConfigError(f"tf32 on needs a GPU of compute capability 8.0 or more, which this {device.type} is not",
-                          "leave it out, or use --tf32 off")
+        raise ConfigError(
+            f"tf32 on needs a GPU of compute capability 8.0 or more, which this {device.type} is not",
+            "leave it out, or use --tf32 off",
+        )
     used = there and (choice == "on" or (choice == "auto" and precision != "no"))
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if used else "highest")

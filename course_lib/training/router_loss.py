@@ -34,8 +34,11 @@ class RouterLoss:
         self._told: list[Tensor] = []
         routers = routers_of(model)
         if not routers:
-            raise ConfigError(f"router_aux_loss_coef {coefficient:g}: {type(model).__name__} has no router of OLMoE's "
-                              "or Mixtral's kind", "leave it out")
+            raise ConfigError(
+                f"router_aux_loss_coef {coefficient:g}: {type(model).__name__} has no router of OLMoE's "
+                "or Mixtral's kind",
+                "leave it out",
+            )
         for router in routers.values():
             router.register_forward_hook(self._see)
 
@@ -62,8 +65,12 @@ class RouterLoss:
         numbers = torch.cat([real.sum()[None], *counts])
         tokens, *summed = engine.sum(engine.own_part(numbers)).split([1, *map(len, counts)])
         tokens = tokens[0].clamp(min=1)  # where all rows of a micro-batch are such
-        own = torch.stack([balance_share(of_layer if of_layer.dtype == torch.float64 else of_layer.float(), all_counts,
-                                         tokens) for of_layer, all_counts in zip(logits, summed, strict=True)])
+        own = torch.stack(
+            [
+                balance_share(of_layer if of_layer.dtype == torch.float64 else of_layer.float(), all_counts, tokens)
+                for of_layer, all_counts in zip(logits, summed, strict=True)
+            ]
+        )
         own = own.mean()
         self._told.append(engine.own_part(own.detach()))
         return self.coefficient * own

@@ -47,8 +47,14 @@ def build_trainer(config: Config, callbacks: Iterable[Callback] = ()) -> tuple[T
 
 def load_base(config: Config, text: TextData) -> LoadedModel:
     """The model that a config names, for its data, before anything is put beside its weights."""
-    return modeling.load(config.model, config.data.task, label_names=text.label_names,
-                         texts=text.training_texts, seed=config.run.seed, max_length=config.data.max_length)
+    return modeling.load(
+        config.model,
+        config.data.task,
+        label_names=text.label_names,
+        texts=text.training_texts,
+        seed=config.run.seed,
+        max_length=config.data.max_length,
+    )
 
 
 def adapt(loaded: LoadedModel, adapter: AdapterConfig, seed: int) -> None:
@@ -59,8 +65,9 @@ def adapt(loaded: LoadedModel, adapter: AdapterConfig, seed: int) -> None:
     assert adapter.lora_r is not None
     if adapter.load_in_4bit:
         nf4.quantize_linear(loaded.model, lora.linear_layers(loaded.model))
-    lora.add_lora(loaded.model, adapter.lora_r, adapter.lora_alpha, adapter.lora_dropout, adapter.targets, loaded.new,
-                  seed=seed)
+    lora.add_lora(
+        loaded.model, adapter.lora_r, adapter.lora_alpha, adapter.lora_dropout, adapter.targets, loaded.new, seed=seed
+    )
 
 
 def train(config: Config, callbacks: Iterable[Callback] = ()) -> dict[str, Any]:
@@ -89,7 +96,9 @@ def _train(config: Config, callbacks: Iterable[Callback]) -> dict[str, Any]:
             raise TrainingInterrupted(
                 f"stopped at once by a second {number.name}; "
                 + (f"the last checkpoint is {kept[-1]}" if kept else "there is no checkpoint"),
-                "go on with --resume_from_checkpoint auto", 128 + number) from None
+                "go on with --resume_from_checkpoint auto",
+                128 + number,
+            ) from None
 
 
 def _trained(config: Config, callbacks: Iterable[Callback], is_main: bool) -> dict[str, Any]:
@@ -122,19 +131,31 @@ def _trained(config: Config, callbacks: Iterable[Callback], is_main: bool) -> di
         "tf32": trainer.tf32,
         "cpu_kernels": trainer.cpu_kernels,
         "threads": torch.get_num_threads(),
-        "data": {"name": text.name, "source": text.source, "notes": list(trainer.data.notes),
-                 "rows": {name: len(rows) for name, rows in text.splits.items()},
-                 "splits": {name: facts.as_dict() for name, facts in trainer.data.facts.items()}},
+        "data": {
+            "name": text.name,
+            "source": text.source,
+            "notes": list(trainer.data.notes),
+            "rows": {name: len(rows) for name, rows in text.splits.items()},
+            "splits": {name: facts.as_dict() for name, facts in trainer.data.facts.items()},
+        },
         "eval": {"split": split, **scores},
         "best": {"metric": trainer.best_metric, "value": state.best_value, "step": state.best_step},
         "baselines": {},
         "train": {
-            "steps": state.step, "epochs": state.epochs_done, "samples": state.samples, "tokens": state.tokens,
-            "samples_per_second": rates.get("samples_per_second"), "tokens_per_second": rates.get("tokens_per_second"),
-            "mfu": rates.get("mfu"), "mfu_note": trainer.throughput.note,
-            "seconds": round(state.seconds, 3), "final_loss": state.last_loss,
-            "global_batch_size": trainer.sampler.global_batch_size, "phases": dict(trainer.phases.seconds),
-            "changes": trainer.changes},
+            "steps": state.step,
+            "epochs": state.epochs_done,
+            "samples": state.samples,
+            "tokens": state.tokens,
+            "samples_per_second": rates.get("samples_per_second"),
+            "tokens_per_second": rates.get("tokens_per_second"),
+            "mfu": rates.get("mfu"),
+            "mfu_note": trainer.throughput.note,
+            "seconds": round(state.seconds, 3),
+            "final_loss": state.last_loss,
+            "global_batch_size": trainer.sampler.global_batch_size,
+            "phases": dict(trainer.phases.seconds),
+            "changes": trainer.changes,
+        },
         "memory": {"peak_bytes": memory},
         **trainer.engine.describe(),
         "seconds": {"until_training": round(ready - started, 3)},
@@ -153,8 +174,15 @@ def _trained(config: Config, callbacks: Iterable[Callback], is_main: bool) -> di
     if is_main:
         base = model_folder.base_folder(config, trainer.origin, lambda: load_base(config, text))
         card = model_folder.model_card(config, summary, trainer.source, base)
-        model_folder.write_model(config.output_dir / run_folder.MODEL, trainer.engine.bare_model(), weights,
-                                 trainer.tokenizer, card, base, config.model.revision)
+        model_folder.write_model(
+            config.output_dir / run_folder.MODEL,
+            trainer.engine.bare_model(),
+            weights,
+            trainer.tokenizer,
+            card,
+            base,
+            config.model.revision,
+        )
         run_folder.write_summary(config, summary)
     tracking.finish(trainer, config.output_dir / run_folder.MODEL)
     return summary
@@ -176,7 +204,8 @@ def score_baselines(config: Config, text: TextData, split: str) -> dict[str, dic
     return {
         "majority_class": baselines.majority_class(labels, wanted, len(text.label_names)),
         "tfidf_logistic_regression": baselines.tfidf_logistic_regression(
-            list(train_rows["text"]), labels, list(rows["text"]), wanted),
+            list(train_rows["text"]), labels, list(rows["text"]), wanted
+        ),
     }
 
 
@@ -203,9 +232,14 @@ def _evaluate(config: Config, split: str) -> dict[str, Any]:
     trainer = Trainer(config, loaded, processor.process(text), processor)
     scores = trainer.evaluate(split, intervals=True)
     trainer.engine.close()
-    return {"model": config.model.model, "dataset": text.name, "split": split, **scores,
-            "world_size": trainer.num_processes,
-            "notes": [f"{split}: {trainer.data.facts[split].line(split)}", *trainer.data.notes]}
+    return {
+        "model": config.model.model,
+        "dataset": text.name,
+        "split": split,
+        **scores,
+        "world_size": trainer.num_processes,
+        "notes": [f"{split}: {trainer.data.facts[split].line(split)}", *trainer.data.notes],
+    }
 
 
 def with_labels_of(text: TextData, label2id: dict[str, int]) -> TextData:
@@ -215,8 +249,11 @@ def with_labels_of(text: TextData, label2id: dict[str, int]) -> TextData:
     by_key = {known.key(name): number for name, number in label2id.items()}
     numbers = [label2id.get(name, by_key.get(known.key(name))) for name in text.label_names]
     if None in numbers:
-        raise DataError(f"class `{text.label_names[numbers.index(None)]}` of {text.name} is none of the model's "
-                        f"({', '.join(label2id)})", "evaluate on data with the model's classes")
+        raise DataError(
+            f"class `{text.label_names[numbers.index(None)]}` of {text.name} is none of the model's "
+            f"({', '.join(label2id)})",
+            "evaluate on data with the model's classes",
+        )
     with progress_bars(False):
         splits = text.splits.map(lambda rows: {"label": [numbers[label] for label in rows["label"]]}, batched=True)
     return dataclasses.replace(text, splits=splits, label_names=tuple(sorted(label2id, key=label2id.__getitem__)))

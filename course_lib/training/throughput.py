@@ -39,14 +39,22 @@ class Throughput:
         streamed: of the steps that are not counted yet, rows, tokens and the sum of the squared lengths, int64 [3].
     """
 
-    def __init__(self, lengths: Sequence[int] | pa.ChunkedArray, architecture: Any, task: str, device: torch.device,
-                 precision: str, adapters: bool = False):
+    def __init__(
+        self,
+        lengths: Sequence[int] | pa.ChunkedArray,
+        architecture: Any,
+        task: str,
+        device: torch.device,
+        precision: str,
+        adapters: bool = False,
+    ):
         self.lengths, self.adapters, self.streamed = lengths, adapters, list[torch.Tensor]()
         self.name, self.peak, self.note = peak_of(device, precision)
         self.model: models.Model | None = None
         try:
-            self.model = models.from_config({} if architecture is None else architecture.to_dict(),
-                                            head=task != "classification", build=False)
+            self.model = models.from_config(
+                {} if architecture is None else architecture.to_dict(), head=task != "classification", build=False
+            )
         except CourseError as error:
             self.peak, self.note = None, f"no MFU: {error.what}"
 

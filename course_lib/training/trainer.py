@@ -49,6 +49,7 @@ from course_lib.training.throughput import Throughput
 
 Batch = dict[str, torch.Tensor]
 
+
 class Trainer:
     """Trains a model on the processes that its engine joins.
 
@@ -74,8 +75,14 @@ class Trainer:
         throughput: rows, tokens and FLOPs, and what they are of the hardware's peak.
     """
 
-    def __init__(self, config: Config, loaded: LoadedModel, data: ProcessedData, processor: DataProcessor,
-                 callbacks: Iterable[Callback] = ()):
+    def __init__(
+        self,
+        config: Config,
+        loaded: LoadedModel,
+        data: ProcessedData,
+        processor: DataProcessor,
+        callbacks: Iterable[Callback] = (),
+    ):
         self.config, self.data = config, data
         self.tokenizer, self.source, self.origin = loaded.tokenizer, loaded.source, loaded.base
         self.output_dir, self.task = config.output_dir, data.task
@@ -102,18 +109,23 @@ class Trainer:
             self.train_loader = training_loader(data.splits["train"], self.sampler, collator, helpers, pin, self.rank)
         self.eval_loaders = {
             split: evaluation_loader(rows, config.run.eval_batch_size, collator, config.run.seed, helpers, pin)
-            for split, rows in data.splits.items() if split != "train"
+            for split, rows in data.splits.items()
+            if split != "train"
         }
         steps = self.sampler.steps_per_epoch
-        self.state = TrainState(steps_per_epoch=steps,
-                                max_steps=config.run.max_steps or max(1, round(config.run.num_epochs * steps)))
+        self.state = TrainState(
+            steps_per_epoch=steps, max_steps=config.run.max_steps or max(1, round(config.run.num_epochs * steps))
+        )
 
         if self.cpu_kernels == "fast":
             use_fast_kernels(loaded.model)
         self.changes: list[dict[str, Any]] = []
         patience = config.run.early_stopping_patience
-        self.callbacks: list[Callback] = [ExpertLoad(loaded.model.config.model_type), ProgressBar(),
-                                          JsonLinesLog(self.output_dir / "metrics.jsonl")]
+        self.callbacks: list[Callback] = [
+            ExpertLoad(loaded.model.config.model_type),
+            ProgressBar(),
+            JsonLinesLog(self.output_dir / "metrics.jsonl"),
+        ]
         self.callbacks += ([EarlyStopping(patience)] if patience else []) + list(callbacks)
         frozen = [loaded.model.get_parameter(name).detach().flatten() for name in sorted(frozen_names(loaded.model))]
         self.base = digest_of(frozen) if frozen else None
@@ -126,8 +138,14 @@ class Trainer:
         self.eval_loaders = {split: engine.deal(loader) for split, loader in self.eval_loaders.items()}
         self.scheduler = make_scheduler(self.optimizer, config.optim, self.state.max_steps)
 
-        self.throughput = Throughput(self.sampler.lengths, loaded.model.config, self.task, self.device, self.precision,
-                                     adapters=bool(engine.frozen))
+        self.throughput = Throughput(
+            self.sampler.lengths,
+            loaded.model.config,
+            self.task,
+            self.device,
+            self.precision,
+            adapters=bool(engine.frozen),
+        )
         self.clock, self.stop_request = Clock(self.device), StopRequest()
         self.phases = Phases(self.clock)
         self.saver = saving.Saver(self)
@@ -148,23 +166,43 @@ class Trainer:
         if run.split_batches:
             rows, rest = divmod(run.batch_size, ranks)
         if rest or not rows:
-            raise ConfigError(f"batch_size {run.batch_size} cannot be split over {ranks} processes",
-                              f"use a multiple of {ranks}")
+            raise ConfigError(
+                f"batch_size {run.batch_size} cannot be split over {ranks} processes", f"use a multiple of {ranks}"
+            )
         if run.global_batch_size:
             rows, accumulation = layout(run.global_batch_size, ranks, run.batch_size)
         if self.data.shards is not None and self.data.make_rows is not None:
             stream = TextStream(
-                self.data.shards, self.data.make_rows, window=self.config.data.stream_window,
-                seed=run.seed if run.data_seed is None else run.data_seed, rank=self.engine.place.dp, world_size=ranks,
-                batch_size=rows, accumulation=accumulation, global_batch_size=run.global_batch_size,
-                drop_last=run.drop_last, endless=True)
+                self.data.shards,
+                self.data.make_rows,
+                window=self.config.data.stream_window,
+                seed=run.seed if run.data_seed is None else run.data_seed,
+                rank=self.engine.place.dp,
+                world_size=ranks,
+                batch_size=rows,
+                accumulation=accumulation,
+                global_batch_size=run.global_batch_size,
+                drop_last=run.drop_last,
+                endless=True,
+            )
             return StreamSteps(stream, run.max_steps or 0)
-        sampler = GlobalBatchSampler(column(self.data.splits["train"], "length"), rows, ranks, accumulation, run.seed,
-                                     self.config.data.group_by_length, run.global_batch_size,
-                                     order_seed=run.data_seed, drop_last_batch=run.drop_last)
+        sampler = GlobalBatchSampler(
+            column(self.data.splits["train"], "length"),
+            rows,
+            ranks,
+            accumulation,
+            run.seed,
+            self.config.data.group_by_length,
+            run.global_batch_size,
+            order_seed=run.data_seed,
+            drop_last_batch=run.drop_last,
+        )
         if not sampler.steps_per_epoch:
-            raise ConfigError(f"drop_last leaves out all {len(sampler.lengths)} training rows, which fill no batch "
-                              f"of {sampler.global_batch_size}", "leave it out, or lower batch_size")
+            raise ConfigError(
+                f"drop_last leaves out all {len(sampler.lengths)} training rows, which fill no batch "
+                f"of {sampler.global_batch_size}",
+                "leave it out, or lower batch_size",
+            )
         return sampler
 
     def go_on(self) -> None:
@@ -314,9 +352,17 @@ class Trainer:
     def evaluate(self, split: str, intervals: bool = False) -> dict[str, Any]:
         """Metrics over every row of a split, the same on every process; with their 95 % intervals if asked for."""
         with self.engine.agreed(), evaluating(self.wrapped):
-            return evaluate_split(self.wrapped, self.eval_loaders[split], self.task, self.num_labels,
-                                  device=self.device, precision=self.engine.autocast(), gather=self.engine.gather,
-                                  scores=self.engine.scores, with_intervals=intervals)
+            return evaluate_split(
+                self.wrapped,
+                self.eval_loaders[split],
+                self.task,
+                self.num_labels,
+                device=self.device,
+                precision=self.engine.autocast(),
+                gather=self.engine.gather,
+                scores=self.engine.scores,
+                with_intervals=intervals,
+            )
 
     def say(self, line: str) -> None:
         """Print one line, on the main rank."""

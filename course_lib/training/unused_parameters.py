@@ -23,8 +23,9 @@ def may_leave_out(model: nn.Module) -> bool:
         model: of transformers, with a head; its parameters and mode stay as they are.
     """
     config = getattr(model, "config", None)
-    if any(BY_CHANCE.search(name) and isinstance(value, int | float) and value > 0
-           for name, value in vars(config).items()):
+    if any(
+        BY_CHANCE.search(name) and isinstance(value, int | float) and value > 0 for name, value in vars(config).items()
+    ):
         return True
     left_out = never_reached(model)
     return left_out is None or bool(left_out)  # where it cannot be seen: looking for unused parameters is never wrong

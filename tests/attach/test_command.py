@@ -36,13 +36,22 @@ STEPS, BYTES = 3, 32 * 32 * 4
 
 
 def course(folder, *words, **environment):
-    return subprocess.run([sys.executable, "-m", "course_lib", *words], cwd=folder, capture_output=True, text=True,
-                          timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, **environment})
+    return subprocess.run(
+        [sys.executable, "-m", "course_lib", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, **environment},
+    )
 
 
 def reduced(folder):
-    (row,) = [row for row in json.loads((folder / "tables.json").read_text())["collectives"]
-              if row["collective"] == "all_reduce"]
+    (row,) = [
+        row
+        for row in json.loads((folder / "tables.json").read_text())["collectives"]
+        if row["collective"] == "all_reduce"
+    ]
     return row
 
 
@@ -51,9 +60,27 @@ def test_torchrun_under_the_meter_and_the_watchdog(tmp_path):
     (tmp_path / "own").mkdir()
     (tmp_path / "own/sitecustomize.py").write_text("import os\nos.environ['OWN'] = 'ran'\n")
     (tmp_path / "train.py").write_text("import os\nassert os.environ['OWN'] == 'ran'\n" + SCRIPT)
-    done = course(tmp_path, "watch", "--seconds", "100", "--", sys.executable, "-m", "course_lib", "meter", "--json",
-                  "tables.json", "--", str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "train.py", "0",
-                  PYTHONPATH=f"{tmp_path}/own:{ROOT}")
+    done = course(
+        tmp_path,
+        "watch",
+        "--seconds",
+        "100",
+        "--",
+        sys.executable,
+        "-m",
+        "course_lib",
+        "meter",
+        "--json",
+        "tables.json",
+        "--",
+        str(BIN / "torchrun"),
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+        "0",
+        PYTHONPATH=f"{tmp_path}/own:{ROOT}",
+    )
     assert done.returncode == 0 and "course watch" not in done.stderr, done.stderr
     assert not (tmp_path / "course-watch").exists()  # a report, of a job that does not hang
     assert done.stdout.count("trained by 2") == 2
@@ -73,20 +100,45 @@ def test_plain_python_and_its_exit_code(tmp_path):
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/rank1.jsonl").write_text("of an earlier job\n")
-    done = course(tmp_path, "meter", "--folder", "logs", "--json", "tables.json", "--", sys.executable, "train.py", "7",
-                  "group", **alone)
+    done = course(
+        tmp_path,
+        "meter",
+        "--folder",
+        "logs",
+        "--json",
+        "tables.json",
+        "--",
+        sys.executable,
+        "train.py",
+        "7",
+        "group",
+        **alone,
+    )
     assert done.returncode == 7 and reduced(tmp_path)["calls"] == STEPS, done.stderr
-    rank, = json.loads((tmp_path / "tables.json").read_text())["ranks"]
+    (rank,) = json.loads((tmp_path / "tables.json").read_text())["ranks"]
     assert rank["ended"] and len(list((tmp_path / "logs").iterdir())) == 1
 
 
 def test_a_window_of_steps_bounds_what_is_written(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = course(tmp_path, "meter", "--steps", "1:2", "--folder", "logs", "--json", "tables.json", "--",
-                  sys.executable, "train.py", "0", **alone)
+    done = course(
+        tmp_path,
+        "meter",
+        "--steps",
+        "1:2",
+        "--folder",
+        "logs",
+        "--json",
+        "tables.json",
+        "--",
+        sys.executable,
+        "train.py",
+        "0",
+        **alone,
+    )
     assert done.returncode == 0 and reduced(tmp_path)["calls"] == 1, done.stderr
-    rank, = json.loads((tmp_path / "tables.json").read_text())["ranks"]
+    (rank,) = json.loads((tmp_path / "tables.json").read_text())["ranks"]
     assert rank["steps"] == 1 and rank["held"]["parameters"] == BYTES
     (log,) = (tmp_path / "logs").iterdir()
     assert sum(line.startswith('["call","all_reduce"') for line in log.read_text().splitlines()) == 1
@@ -99,21 +151,43 @@ def test_a_window_of_steps_bounds_what_is_written(tmp_path):
 def test_accelerate_launch_under_the_meter(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     configuration = Path(ROOT) / "configs/accelerate/cpu2.yaml"
-    done = course(tmp_path, "meter", "--json", "tables.json", "--", str(BIN / "accelerate"), "launch", "--config_file",
-                  str(configuration), "train.py", "0", ACCELERATE_USE_CPU="true", TMPDIR=str(tmp_path))
+    done = course(
+        tmp_path,
+        "meter",
+        "--json",
+        "tables.json",
+        "--",
+        str(BIN / "accelerate"),
+        "launch",
+        "--config_file",
+        str(configuration),
+        "train.py",
+        "0",
+        ACCELERATE_USE_CPU="true",
+        TMPDIR=str(tmp_path),
+    )
     assert done.returncode == 0 and reduced(tmp_path)["calls"] == STEPS, done.stderr
 
 
 def test_a_process_that_is_no_rank_says_so_and_imports_no_torch(tmp_path):
-    done = course(tmp_path, "meter", "--", sys.executable, "-c",
-                  "import sys; assert 'course_lib' in sys.modules and 'torch' not in sys.modules; sys.exit(3)")
+    done = course(
+        tmp_path,
+        "meter",
+        "--",
+        sys.executable,
+        "-c",
+        "import sys; assert 'course_lib' in sys.modules and 'torch' not in sys.modules; sys.exit(3)",
+    )
     assert done.returncode == 3 and "no process of the command made a process group" in done.stderr
 
 
-@pytest.mark.parametrize(("argv", "said"), [
-    (["meter"], "nothing to run: give the command line after `--`"),
-    (["meter", "--", "no-such-program"], "cannot start `no-such-program`: No such file or directory"),
-])
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["meter"], "nothing to run: give the command line after `--`"),
+        (["meter", "--", "no-such-program"], "cannot start `no-such-program`: No such file or directory"),
+    ],
+)
 def test_what_cannot_be_started(argv, said):
     args = cli.parse(argv)
     with pytest.raises(ConfigError, match=re.escape(said)):

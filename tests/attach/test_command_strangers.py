@@ -18,17 +18,41 @@ FAULTS = {
     "dies": r"rank 1 is gone: process \d+ on \S+ has ended",
     # Alone against one other rank, either may be the odd one, and then both are named.
     "odd one": rf"rank 1 (issued|waits for rank 0 in) all_reduce #\d+ of float32 \(7, 5\) "
-               rf"at \S*fault.py:{LINES['dist.all_reduce(torch.ones(7, 5))']}"}
+    rf"at \S*fault.py:{LINES['dist.all_reduce(torch.ones(7, 5))']}",
+}
 
 
 def watched(script, folder, fault, seconds=4):
     """What the command said last, and its exit code."""
     done = subprocess.run(
-        [sys.executable, "-m", "course_lib", "watch", "--seconds", str(seconds), "--", BIN / "torchrun", "--standalone",
-         "--nproc-per-node", "2", HERE / f"{script}.py"], cwd=folder, capture_output=True, text=True, timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "FAULT": fault, "ACCELERATE_USE_CPU": "true",
-                          "DS_ACCELERATOR": "cpu"})
-    said = done.stderr[done.stderr.rfind("course watch: "):] if "course watch: " in done.stderr else ""
+        [
+            sys.executable,
+            "-m",
+            "course_lib",
+            "watch",
+            "--seconds",
+            str(seconds),
+            "--",
+            BIN / "torchrun",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            HERE / f"{script}.py",
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ
+        | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "FAULT": fault,
+            "ACCELERATE_USE_CPU": "true",
+            "DS_ACCELERATOR": "cpu",
+        },
+    )
+    said = done.stderr[done.stderr.rfind("course watch: ") :] if "course watch: " in done.stderr else ""
     return said, done
 
 

@@ -34,8 +34,11 @@ class Block(nn.Module):
 class Small(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.blocks, self.head = nn.Embedding(WORDS, WIDTH), nn.ModuleList([Block()]), nn.Linear(
-            WIDTH, WORDS)
+        self.embedding, self.blocks, self.head = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.ModuleList([Block()]),
+            nn.Linear(WIDTH, WORDS),
+        )
 
     def forward(self, ids):
         return self.head(self.blocks[0](self.embedding(ids)))
@@ -44,7 +47,8 @@ class Small(nn.Module):
 def data():
     generator = torch.Generator().manual_seed(1)
     return torch.randint(WORDS, (ROWS, TOKENS), generator=generator), torch.randint(
-        WORDS, (ROWS, TOKENS), generator=generator)
+        WORDS, (ROWS, TOKENS), generator=generator
+    )
 
 
 def small():
@@ -84,8 +88,14 @@ def ours(name, layout):
     if name == "ddp":
         return DataParallel(model), optimizer, mean_loss, batch
     engine = ENGINES[name](model, optimizer)
-    return Subject(engine, optimizer, mean_loss, batch, lambda: gathered_pieces(engine.pieces(), True),
-                   lambda: gathered_pieces(engine.pieces(), False))
+    return Subject(
+        engine,
+        optimizer,
+        mean_loss,
+        batch,
+        lambda: gathered_pieces(engine.pieces(), True),
+        lambda: gathered_pieces(engine.pieces(), False),
+    )
 
 
 def torchs_ddp(layout):
@@ -103,6 +113,7 @@ def torchs_fsdp(layout):
 
 
 # --- wrong ---
+
 
 def by_hand(layout, reduce, optimizer=sgd, loss=mean_loss, uneven=False):
     """Data parallel by hand: ``reduce(name, gradient)`` is called for each before the step, and changes it."""
@@ -141,6 +152,7 @@ def divided_twice(layout):
     def reduce(name, gradient):
         averaged(name, gradient)
         gradient /= dist.get_world_size()
+
     return by_hand(layout, reduce)
 
 
@@ -153,6 +165,7 @@ def sign(layout):
         averaged(name, gradient)
         if name == "head.weight":
             gradient.neg_()
+
     return by_hand(layout, reduce)
 
 
@@ -162,6 +175,7 @@ def last_rank_has_its_own(layout):
         averaged(name, gradient)
         if name == "blocks.0.up.weight" and dist.get_rank() == dist.get_world_size() - 1:
             gradient.copy_(own)
+
     return by_hand(layout, reduce)
 
 
@@ -177,15 +191,18 @@ def swapped(layout):
         if name == "blocks.0.norm.bias":
             last["into"].copy_(gradient)
             gradient.copy_(last["kept"])
+
     return by_hand(layout, reduce)
 
 
 def half_of_a_shard(layout):
     """A reduce-scatter whose last piece nobody brings back."""
+
     def reduce(name, gradient):
         averaged(name, gradient)
         if name == "blocks.0.down.weight":
             gradient.chunk(dist.get_world_size())[-1].zero_()
+
     return by_hand(layout, reduce)
 
 

@@ -38,6 +38,7 @@ def made(layout, model, loss=mean_loss, reduce=averaged, after=None):
 
 def accumulation(layout, wrong=False):
     """Two micro-batches; wrong: on more than one rank each backward counts for a whole batch."""
+
     def loss(model, batch):
         halves = list(zip(*(tensor.chunk(2) for tensor in batch), strict=True))
         share = 1 if wrong and layout.ranks > 1 else 1 / 2
@@ -45,11 +46,13 @@ def accumulation(layout, wrong=False):
         (first * share).backward()
         second = mean_loss(model, halves[1])
         return second * share + ((first + second) / 2 - second * share).detach()
+
     return made(layout, small(), loss)
 
 
 def clipping(layout, wrong=False):
     """Wrong: each rank clips what it has, before the sum."""
+
     def clip(model):
         nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
@@ -71,11 +74,13 @@ def clipping(layout, wrong=False):
 
 def clipping_by_a_norm_of_all_ranks(layout):
     """Wrong: the squares of gradients that all ranks have are summed over the ranks: √3 of the norm."""
+
     def clip(model):
         norm = sum(parameter.grad.square().sum() for parameter in model.parameters())
         dist.all_reduce(norm)
         for parameter in model.parameters():
             parameter.grad *= 0.05 / norm.sqrt()
+
     return made(layout, small(), after=clip)
 
 
@@ -100,10 +105,12 @@ class Tied(nn.Module):
 
 def tied(layout, wrong=False):
     """Wrong: a weight that has two names is reduced under both."""
+
     def reduce(name, gradient):
         averaged(name, gradient)
         if wrong and name == "small.embedding.weight":
             dist.all_reduce(gradient)
+
     return made(layout, Tied(), reduce=reduce)
 
 
@@ -127,6 +134,7 @@ def half_precision(layout, wrong=False):
         dist.all_reduce(gradient)
         if not wrong:
             gradient /= dist.get_world_size()
+
     return made(layout, small().to(torch.bfloat16), reduce=reduce)
 
 
@@ -155,15 +163,19 @@ def uneven_tokens(layout, wrong=False):
 
 CONDITIONS = {
     # by name: what is wrong in the planted one, and of how many parameters
-    accumulation: ("factor", 2.0, (), 9), clipping: ("unrelated", None, (), 9),
-    frozen: ("unrelated", None, (), 1), tied: ("factor", 3.0, ("dp",), 1),
-    checkpointed: ("unrelated", None, (), None), half_precision: ("factor", 3.0, ("dp",), 9),
+    accumulation: ("factor", 2.0, (), 9),
+    clipping: ("unrelated", None, (), 9),
+    frozen: ("unrelated", None, (), 1),
+    tied: ("factor", 3.0, ("dp",), 1),
+    checkpointed: ("unrelated", None, (), None),
+    half_precision: ("factor", 3.0, ("dp",), 9),
     uneven_tokens: ("weighed alike", None, ("dp",), 9),
 }
 
 
-@pytest.mark.parametrize("make", some(CONDITIONS, accumulation, tied, half_precision, uneven_tokens),
-                         ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", some(CONDITIONS, accumulation, tied, half_precision, uneven_tokens), ids=lambda make: make.__name__
+)
 def test_right_without_an_alarm_and_wrong_with_its_finding(make):
     clean = verdict_of(make)
     assert clean.clean, clean.wrong or clean.weights
@@ -177,5 +189,5 @@ def test_right_without_an_alarm_and_wrong_with_its_finding(make):
 
 def test_a_norm_that_counts_every_rank_is_a_root_of_the_ranks():
     wrong = verdict_of(clipping_by_a_norm_of_all_ranks).wrong
-    assert len(wrong) == 9 and all(finding.factor == pytest.approx(3 ** -0.5) for finding in wrong)
+    assert len(wrong) == 9 and all(finding.factor == pytest.approx(3**-0.5) for finding in wrong)
     assert "0.5774 times the reference, the root of the size of dp" in wrong[0].sentence

@@ -21,11 +21,15 @@ def test_it_is_named(told):
 
 
 def test_the_same_trainings_without_the_mistakes_raise_no_alarm():
-    for make, layout in ((upstream.mixture, Layout(dp=2, ep=3)), (upstream.mixture, Layout(ep=2)),
-                         (upstream.in_context, Layout(dp=2, cp=4)), (upstream.tensor_parallel, Layout(dp=2, tp=3)),
-                         (lambda layout: upstream.tied_ends(layout, summed=True), Layout(pp=2, dp=2)),
-                         (lambda layout: upstream.second_use_left_out(layout, False), Layout(dp=2)),
-                         (upstream.Accumulating(keeps_last=False), Layout(dp=2)),
-                         (lambda layout: upstream.sequence_parallel_norm(layout, summed=True), Layout(tp=2))):
+    for make, layout in (
+        (upstream.mixture, Layout(dp=2, ep=3)),
+        (upstream.mixture, Layout(ep=2)),
+        (upstream.in_context, Layout(dp=2, cp=4)),
+        (upstream.tensor_parallel, Layout(dp=2, tp=3)),
+        (lambda layout: upstream.tied_ends(layout, summed=True), Layout(pp=2, dp=2)),
+        (lambda layout: upstream.second_use_left_out(layout, False), Layout(dp=2)),
+        (upstream.Accumulating(keeps_last=False), Layout(dp=2)),
+        (lambda layout: upstream.sequence_parallel_norm(layout, summed=True), Layout(tp=2)),
+    ):
         (verdict,) = audit(make, [layout], timeout=240).verdicts
         assert not verdict.wrong, [finding.sentence for finding in verdict.wrong]

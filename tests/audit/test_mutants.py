@@ -7,8 +7,11 @@ from benchmarks.audit_mutants import MUTANTS, said
 from course_lib.audit import Layout
 from course_lib.audit.finding import explain
 
-FEW = [next(mutant for mutant in MUTANTS if mutant.engine == engine and bool(mutant.equivalent) == equivalent)
-       for engine in ("ddp", "zero1", "zero3", "experts") for equivalent in (False,)]
+FEW = [
+    next(mutant for mutant in MUTANTS if mutant.engine == engine and bool(mutant.equivalent) == equivalent)
+    for engine in ("ddp", "zero1", "zero3", "experts")
+    for equivalent in (False,)
+]
 
 
 def check(mutant):

@@ -8,10 +8,20 @@ from tests.audit.programs import drawn, planted
 
 FEW, MANY = 10, 200
 OWN = ("not averaged", "not summed")
-KINDS = {"other reduction": ["factor"], "left out": OWN, "sign": ["sign"], "one rank": [*OWN, "rank"],
-         "swapped": ["another's"], "part lost": ["shard"], "missing": ["missing"], "weighed alike": ["weighed alike"],
-         "transposed": ["transposed"], "exchanged": ["another rank's"], "tp sum missing": OWN,
-         "batch left out": ["batch left out"]}
+KINDS = {
+    "other reduction": ["factor"],
+    "left out": OWN,
+    "sign": ["sign"],
+    "one rank": [*OWN, "rank"],
+    "swapped": ["another's"],
+    "part lost": ["shard"],
+    "missing": ["missing"],
+    "weighed alike": ["weighed alike"],
+    "transposed": ["transposed"],
+    "exchanged": ["another rank's"],
+    "tp sum missing": OWN,
+    "batch left out": ["batch left out"],
+}
 """By planted mistake, what it may be called."""
 
 
@@ -36,13 +46,22 @@ def wrong_claims(program, verdict):
     """Sentences that name another parameter or axis than the planted one."""
     names, said = planted(program), []
     data = {axis for axis in program.layout.used if axis != "tp"}
-    right = {"other reduction": data, "left out": {program.axis}, "one rank": data, "weighed alike": data,
-             "batch left out": data, "tp sum missing": {"tp"}}.get(program.fault, set(program.layout.used))
+    right = {
+        "other reduction": data,
+        "left out": {program.axis},
+        "one rank": data,
+        "weighed alike": data,
+        "batch left out": data,
+        "tp sum missing": {"tp"},
+    }.get(program.fault, set(program.layout.used))
     for finding in verdict.wrong:
         if finding.kind == "unrelated":
             continue
-        if finding.kind not in KINDS[program.fault] or (names is not None and finding.name not in names) or (
-                finding.axes and not right & set(finding.axes)):
+        if (
+            finding.kind not in KINDS[program.fault]
+            or (names is not None and finding.name not in names)
+            or (finding.axes and not right & set(finding.axes))
+        ):
             said.append(finding.sentence)
     return said
 

@@ -48,17 +48,25 @@ def test_a_division_too_many():
     verdict = verdicts(subjects.divided_twice, Layout(dp=3))[0]
     assert {(f.kind, round(1 / f.factor, 9), f.axes) for f in verdict.wrong} == {("factor", 3, ("dp",))}
     assert "`embedding.weight`: 0.3333 times the reference, the size of dp: divided by it once too often" in (
-        verdict.wrong[0].sentence)
+        verdict.wrong[0].sentence
+    )
 
 
-@pytest.mark.parametrize(("make", "name", "kind", "words"), [
-    (subjects.one_left_out, "blocks.0.norm.bias", "not averaged", "average"),
-    (subjects.sign, "head.weight", "sign", "the sign is wrong"),
-    (subjects.last_rank_has_its_own, "blocks.0.up.weight", "not averaged",
-     "right on 2 of 3 ranks; rank 2 has the gradient of its own batch alone: the reduction over dp is missing there"),
-    (subjects.half_of_a_shard, "blocks.0.down.weight", "shard", "right but for part 2 of 3 along its dimension 0"),
-    (subjects.frozen_by_mistake, "head.bias", "missing", "no rank has a gradient"),
-])
+@pytest.mark.parametrize(
+    ("make", "name", "kind", "words"),
+    [
+        (subjects.one_left_out, "blocks.0.norm.bias", "not averaged", "average"),
+        (subjects.sign, "head.weight", "sign", "the sign is wrong"),
+        (
+            subjects.last_rank_has_its_own,
+            "blocks.0.up.weight",
+            "not averaged",
+            "right on 2 of 3 ranks; rank 2 has the gradient of its own batch alone: the reduction over dp is missing there",
+        ),
+        (subjects.half_of_a_shard, "blocks.0.down.weight", "shard", "right but for part 2 of 3 along its dimension 0"),
+        (subjects.frozen_by_mistake, "head.bias", "missing", "no rank has a gradient"),
+    ],
+)
 def test_what_is_wrong_with_one_parameter(make, name, kind, words):
     verdict = verdicts(make, Layout(dp=3))[0]
     assert [(f.name, f.kind) for f in verdict.wrong] == [(name, kind)]
@@ -67,31 +75,38 @@ def test_what_is_wrong_with_one_parameter(make, name, kind, words):
 
 def test_gradients_in_each_others_places():
     wrong = verdicts(subjects.swapped, Layout(dp=2))[0].wrong
-    assert [f.sentence for f in wrong] == ["`blocks.0.norm.weight`: has the gradient of `blocks.0.norm.bias`",
-                                           "`blocks.0.norm.bias`: has the gradient of `blocks.0.norm.weight`"]
+    assert [f.sentence for f in wrong] == [
+        "`blocks.0.norm.weight`: has the gradient of `blocks.0.norm.bias`",
+        "`blocks.0.norm.bias`: has the gradient of `blocks.0.norm.weight`",
+    ]
 
 
 def test_a_mean_of_means_is_weights_and_one_sentence_over_all():
     verdict = verdicts(subjects.uneven_rows, Layout(dp=2))[0]
     assert {f.kind for f in verdict.wrong} == {"weighed alike"} and len(verdict.wrong) == 9
     (told,) = verdict.told
-    assert told.startswith("`embedding.weight`, `blocks.0.norm.weight`, `blocks.0.norm.bias` and 6 more: the ranks' "
-                           "batches weigh alike, and in one process 0.0833, 0.917")
+    assert told.startswith(
+        "`embedding.weight`, `blocks.0.norm.weight`, `blocks.0.norm.bias` and 6 more: the ranks' "
+        "batches weigh alike, and in one process 0.0833, 0.917"
+    )
     assert verdict.loss_is == "weighed by their rows the ranks' losses are that of one process"
 
 
 def shares(layout, times=1):
     """Each rank's loss is its share of the mean over all, and gradients are summed; ``times`` scales what is told."""
+
     def share(model, batch):
         mean = subjects.mean_loss(model, batch) / layout.dp
         return mean + (times - 1) * mean.detach()
+
     return subjects.by_hand(layout, lambda name, gradient: dist.all_reduce(gradient), loss=share)
 
 
 def test_losses_that_are_shares_are_recognised_and_no_other_factor():
     for verdict in verdicts(shares):
         assert verdict.clean and verdict.loss_is == (
-            "each rank's loss is a share: added up over dp they are the loss of one process")
+            "each rank's loss is a share: added up over dp they are the loss of one process"
+        )
     (verdict,) = verdicts(lambda layout: shares(layout, times=5 if layout.ranks > 1 else 1), Layout(dp=2))
     assert not verdict.clean and not verdict.wrong and not verdict.loss_is
     assert "no mean or sum over the ranks is that of one process" in list(report.sentences(verdict))[-1]
@@ -103,11 +118,14 @@ def test_products_of_axes_are_told_from_one_of_two():
             averaged = gradient / dist.get_world_size()
             dist.all_reduce(averaged)
             gradient.copy_(averaged * (by if layout.ranks > 1 else 1))
+
         return subjects.by_hand(layout, reduce)
 
     def all_are(layout):
-        return {(f.axes, f.sentence.partition(": ")[2]) for f in verdicts(
-            functools.partial(scaled, by=4 if layout.dp * layout.shard == 4 else 2), layout)[0].wrong}
+        return {
+            (f.axes, f.sentence.partition(": ")[2])
+            for f in verdicts(functools.partial(scaled, by=4 if layout.dp * layout.shard == 4 else 2), layout)[0].wrong
+        }
 
     ((axes, words),) = all_are(Layout(dp=2, shard=2))
     assert axes == ("dp", "shard") and words.startswith("4 times the reference, the size of dp and shard together: ")
@@ -128,23 +146,31 @@ class Dropping(subjects.Small):
 def dropping(layout, function=False):
     torch.manual_seed(0)
     model = Dropping(function).double()
-    return DistributedDataParallel(model), subjects.sgd(model), subjects.mean_loss, subjects.part_of(
-        layout, dist.get_rank())
+    return (
+        DistributedDataParallel(model),
+        subjects.sgd(model),
+        subjects.mean_loss,
+        subjects.part_of(layout, dist.get_rank()),
+    )
 
 
 def test_dropout_is_switched_off_where_it_is_a_module_and_refused_elsewhere():
     """A right DDP program: each rank draws its own masks, and no rank those of one process."""
     audited = audit(dropping, [Layout(dp=2)])
     assert audited.clean and "dropout is switched off (modules: 1)" in next(report.lines(audited))
-    with pytest.raises(CourseError, match="the step draws at random: with another seed one process has another "
-                                          "gradient of `embedding.weight`: switch off what draws"):
+    with pytest.raises(
+        CourseError,
+        match="the step draws at random: with another seed one process has another "
+        "gradient of `embedding.weight`: switch off what draws",
+    ):
         audit(functools.partial(dropping, function=True), [Layout(dp=2)])
 
 
 def test_a_loss_that_reaches_no_weight_or_is_not_finite_is_refused():
     def detached(layout, factor=0.0):
-        return subjects.by_hand(layout, subjects.averaged, loss=lambda model, batch: factor * subjects.mean_loss(
-            model, batch))
+        return subjects.by_hand(
+            layout, subjects.averaged, loss=lambda model, batch: factor * subjects.mean_loss(model, batch)
+        )
 
     with pytest.raises(CourseError, match="the loss reaches no weight: all 9 gradients of one process are zero"):
         audit(detached, [Layout(dp=2)])
@@ -158,22 +184,30 @@ def test_a_loss_that_reaches_no_weight_or_is_not_finite_is_refused():
 
 def test_gradients_that_are_zero_are_called_so():
     """As by a zero_grad() before the step; the batches, none of which has a part in them, do not weigh alike."""
-    (verdict,) = verdicts(functools.partial(subjects.by_hand, reduce=lambda name, gradient: gradient.zero_(),
-                                            uneven=True), Layout(dp=2))
-    assert verdict.told == ["`embedding.weight`, `blocks.0.norm.weight`, `blocks.0.norm.bias` and 6 more: is zero on "
-                            "every rank, and in one process it is not"]
+    (verdict,) = verdicts(
+        functools.partial(subjects.by_hand, reduce=lambda name, gradient: gradient.zero_(), uneven=True), Layout(dp=2)
+    )
+    assert verdict.told == [
+        "`embedding.weight`, `blocks.0.norm.weight`, `blocks.0.norm.bias` and 6 more: is zero on "
+        "every rank, and in one process it is not"
+    ]
 
 
 def without_targets(layout):
     """Rank 0 has no target that counts: the mean of its own is no number, and its share is zero."""
+
     def loss(model, batch):
         ids, targets = batch
-        summed = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), reduction="sum",
-                                                   ignore_index=-100)
+        summed = torch.nn.functional.cross_entropy(
+            model(ids).flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100
+        )
         return summed / (targets != -100).sum()
 
-    model, optimizer, _, (ids, targets) = subjects.by_hand(layout, lambda name, gradient: gradient.copy_(
-        torch.linspace(0, 1, gradient.numel()).view_as(gradient)), loss=loss)
+    model, optimizer, _, (ids, targets) = subjects.by_hand(
+        layout,
+        lambda name, gradient: gradient.copy_(torch.linspace(0, 1, gradient.numel()).view_as(gradient)),
+        loss=loss,
+    )
     ignored = torch.full_like(targets, -100) if layout.ranks > 1 and dist.get_rank() == 0 else targets
     return model, optimizer, lambda m, b: loss(m, b) if (b[1] != -100).any() else 0 * m(b[0]).sum(), (ids, ignored)
 
@@ -184,8 +218,9 @@ def test_a_batch_whose_own_gradient_is_none_explains_nothing_and_breaks_nothing(
 
 
 def test_json_is_json_where_something_is_infinite():
-    audited = audit(functools.partial(subjects.by_hand, reduce=lambda name, gradient: gradient.div_(gradient * 0)),
-                    [Layout(dp=2)])
+    audited = audit(
+        functools.partial(subjects.by_hand, reduce=lambda name, gradient: gradient.div_(gradient * 0)), [Layout(dp=2)]
+    )
     told = json.loads(report.as_json(audited), parse_constant=pytest.fail)
     assert {finding["apart"] for finding in told["verdicts"][0]["gradients"]} == {None}
 
@@ -206,7 +241,9 @@ def test_the_axis_of_a_missing_sum_in_a_layout_of_two():
     """Megatron's f without its all-reduce: what lies below it has, on each tensor rank, its own part."""
     verdict = verdicts(functools.partial(subjects.tensor_parallel, sums=False), Layout(dp=2, tp=3))[0]
     assert {f.name: (f.kind, f.axes) for f in verdict.wrong if "norm" in f.name} == {
-        "blocks.0.norm.weight": ("not summed", ("tp",)), "blocks.0.norm.bias": ("not summed", ("tp",))}
+        "blocks.0.norm.weight": ("not summed", ("tp",)),
+        "blocks.0.norm.bias": ("not summed", ("tp",)),
+    }
     assert {f.name for f in verdict.wrong} == {"blocks.0.norm.weight", "blocks.0.norm.bias", "embedding.weight"}
     twice = verdicts(functools.partial(subjects.tensor_parallel, bias_once=False), Layout(dp=2, tp=3))[0]
     assert [(f.name, round(f.factor, 9), f.axes) for f in twice.wrong] == [("blocks.0.down.bias", 3, ("tp",))]
@@ -257,6 +294,7 @@ def test_what_cannot_be_judged_is_refused_in_one_line():
         audit(drops, [Layout(dp=2)])
     with pytest.raises(CourseError, match="`head.bias` begins with other values on rank 1 of dp2 than in one process"):
         audit(differs, [Layout(dp=2)])
+
     def hangs(layout):
         if dist.get_rank():
             dist.barrier()

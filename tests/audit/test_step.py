@@ -48,8 +48,9 @@ def test_a_right_step_raises_no_alarm_and_a_sum_for_a_mean_is_named():
     for wrap in (DistributedDataParallel, fully_shard) if has(FSDP2_ON_CPUS) else (DistributedDataParallel,):
         verdicts = launch(loop, wrap, num_processes=3, device="cpu", timeout=160, stream=False)
         assert all(verdict.clean and len(verdict.gradients) == 9 for verdict in verdicts)
-    verdict = launch(loop, DistributedDataParallel, REFERENCE, False, num_processes=3, device="cpu", timeout=160,
-                     stream=False)[1]
+    verdict = launch(
+        loop, DistributedDataParallel, REFERENCE, False, num_processes=3, device="cpu", timeout=160, stream=False
+    )[1]
     assert {(f.kind, round(f.factor, 9), f.axes) for f in verdict.wrong} == {("factor", 3, ("dp",))}
     assert verdict.losses_agree
 
@@ -57,8 +58,17 @@ def test_a_right_step_raises_no_alarm_and_a_sum_for_a_mean_is_named():
 def test_a_clipped_gradient_is_compared_with_a_clipped_one():
     clipped = Reference(subjects.small, subjects.mean_loss, clip=0.01)
     for reference, clean in ((clipped, True), (REFERENCE, False)):
-        verdict = launch(loop, DistributedDataParallel, reference, True, 0.01, num_processes=2, device="cpu",
-                         timeout=160, stream=False)[0]
+        verdict = launch(
+            loop,
+            DistributedDataParallel,
+            reference,
+            True,
+            0.01,
+            num_processes=2,
+            device="cpu",
+            timeout=160,
+            stream=False,
+        )[0]
         assert verdict.clean is clean
 
 
@@ -68,36 +78,64 @@ def test_the_reference_of_a_file(tmp_path):
         told.loss = subjects.mean_loss(model, subjects.data())
         told.loss.backward()
     for average, clean in ((True, True), (False, False)):
-        verdict = launch(loop, DistributedDataParallel, tmp_path / "step.pt", average, num_processes=2, device="cpu",
-                         timeout=160, stream=False)[1]
+        verdict = launch(
+            loop,
+            DistributedDataParallel,
+            tmp_path / "step.pt",
+            average,
+            num_processes=2,
+            device="cpu",
+            timeout=160,
+            stream=False,
+        )[1]
         assert verdict.clean is clean and verdict.losses_agree
     with pytest.raises(CourseError, match="`head.bias` does not begin with the same values in the job as in the"):
-        launch(loop, DistributedDataParallel, tmp_path / "step.pt", True, None,
-               lambda model: torch.nn.init.zeros_(model.module.head.bias), num_processes=2, device="cpu", timeout=160,
-               stream=False)
+        launch(
+            loop,
+            DistributedDataParallel,
+            tmp_path / "step.pt",
+            True,
+            None,
+            lambda model: torch.nn.init.zeros_(model.module.head.bias),
+            num_processes=2,
+            device="cpu",
+            timeout=160,
+            stream=False,
+        )
 
 
 def test_it_raises_what_it_found_and_refuses_what_it_cannot_judge():
     """In a process without ranks too."""
     model, batch = subjects.small(), subjects.data()
-    with pytest.raises(GradientDiffers, match="one process: `embedding.weight`, .* and 6 more: 2 times the reference, "
-                                              "the size of no axis"), step(model, REFERENCE, batch=batch):
+    with (
+        pytest.raises(
+            GradientDiffers,
+            match="one process: `embedding.weight`, .* and 6 more: 2 times the reference, the size of no axis",
+        ),
+        step(model, REFERENCE, batch=batch),
+    ):
         (2 * subjects.mean_loss(model, batch)).backward()
     model.zero_grad()
     with step(model, REFERENCE, batch=batch):
         subjects.mean_loss(model, batch).backward()
     model.zero_grad()
-    with pytest.raises(CourseError, match="no parameter of the model has a gradient"), step(
-            model, REFERENCE, batch=batch):
+    with (
+        pytest.raises(CourseError, match="no parameter of the model has a gradient"),
+        step(model, REFERENCE, batch=batch),
+    ):
         pass
-    with pytest.raises(CourseError, match="has 3 ranks, and the job 1"), step(
-            model, REFERENCE, batch=batch, layout=Layout(tp=3)):
+    with (
+        pytest.raises(CourseError, match="has 3 ranks, and the job 1"),
+        step(model, REFERENCE, batch=batch, layout=Layout(tp=3)),
+    ):
         pass
     with pytest.raises(CourseError, match="a reference is to be computed, and of nothing"), step(model, REFERENCE):
         pass
     model.zero_grad()
-    with pytest.raises(CourseError, match="the loss reaches no weight"), step(
-            model, Reference(subjects.small, lambda model, batch: 0 * subjects.mean_loss(model, batch)), batch=batch):
+    with (
+        pytest.raises(CourseError, match="the loss reaches no weight"),
+        step(model, Reference(subjects.small, lambda model, batch: 0 * subjects.mean_loss(model, batch)), batch=batch),
+    ):
         subjects.mean_loss(model, batch).backward()
 
 
@@ -124,10 +162,22 @@ def test_ranks_that_are_weighed_alike_are_told_in_the_job():
 
 
 def test_a_loss_that_takes_no_part_of_a_batch_leaves_that_cause_untried_and_says_so():
-    (message,) = set(launch(of_uneven_rows, Reference(subjects.small, of_twelve_rows), num_processes=2, device="cpu",
-                            timeout=160, stream=False))
-    assert "`embedding.weight`" in message and "what the ranks' own batches explain was not tried, since one process " \
-        "does not take them: ValueError: twelve rows, not 1" in message
+    (message,) = set(
+        launch(
+            of_uneven_rows,
+            Reference(subjects.small, of_twelve_rows),
+            num_processes=2,
+            device="cpu",
+            timeout=160,
+            stream=False,
+        )
+    )
+    assert (
+        "`embedding.weight`" in message
+        and "what the ranks' own batches explain was not tried, since one process "
+        "does not take them: ValueError: twelve rows, not 1"
+        in message
+    )
 
 
 def of_twelve_rows(model, batch):

@@ -61,6 +61,7 @@ EVERY = {name for name, _ in small().named_parameters()}
 
 # --- data and context parallelism: who divides by what ---
 
+
 def in_context(layout, divided_by=None, token_sum=False):
     """Rows dealt to dp and tokens to cp. Gradients are summed over all ranks and divided."""
     model, place = small(), layout.place(dist.get_rank())
@@ -97,6 +98,7 @@ def averaged_twice(layout):
 
 # --- accumulation ---
 
+
 class Accumulating:
     """Two micro-batches; ``keeps_last``: the second one's gradient takes the place of the first one's."""
 
@@ -118,6 +120,7 @@ class Accumulating:
 
 
 # --- tensor parallelism ---
+
 
 def tensor_with(layout, change):
     """Right but for what ``change(model, tp group)`` does to the gradients last."""
@@ -155,6 +158,7 @@ def sequence_parallel_norm(layout, summed=False):
 
 # --- experts ---
 
+
 class Mixture(nn.Module):
     """An embedding, experts beside it, a head."""
 
@@ -177,8 +181,14 @@ def mixture(layout, reduce=average_gradients):
     optimizer.register_step_pre_hook(lambda *_: reduce(model, groups))
     rows = Layout(dp=layout.dp * layout.ep)
     whole = functools.partial(_whole_experts, model, groups.sharing)
-    return Subject(model, optimizer, mean_loss, part_of(rows, dist.get_rank()),
-                   lambda: whole(lambda p: p.grad), lambda: whole(lambda p: p.detach()))
+    return Subject(
+        model,
+        optimizer,
+        mean_loss,
+        part_of(rows, dist.get_rank()),
+        lambda: whole(lambda p: p.grad),
+        lambda: whole(lambda p: p.detach()),
+    )
 
 
 def _whole_experts(model, group, of):
@@ -216,6 +226,7 @@ def experts_left_out(model, groups):
 
 # --- one parameter, one norm, one use ---
 
+
 def bucket_of_one(layout):
     """A parameter that fills a bucket to the last element is sent with none."""
     full = small().blocks[0].up.weight.numel()
@@ -223,14 +234,17 @@ def bucket_of_one(layout):
     def reduce(name, gradient):
         if gradient.numel() != full or name != "blocks.0.up.weight":
             averaged(name, gradient)
+
     return by_hand(layout, reduce)
 
 
 def negated(layout):
     """The difference of old and new weights, taken the wrong way round, is handed to the outer optimizer."""
+
     def reduce(name, gradient):
         averaged(name, gradient)
         gradient.neg_()
+
     return by_hand(layout, reduce)
 
 
@@ -241,6 +255,7 @@ def loss_times_ranks(layout):
     def scaled(model, batch):
         local = loss(model, batch)
         return local * layout.dp + (local * (1 - layout.dp)).detach()
+
     return model, optimizer, scaled, batch
 
 
@@ -253,6 +268,7 @@ def batches_and_ranks_left_in(layout):
         right = sum(means) / 2
         wrong = sum(means) * layout.dp if layout.ranks > 1 else right
         return wrong + (right - wrong).detach()
+
     return model, optimizer, loss, batch
 
 
@@ -284,8 +300,13 @@ def replicated_squares_of_all_ranks(layout):
 
     def clip(*_):
         split = {"blocks.0.up.weight", "blocks.0.up.bias", "blocks.0.down.weight"}
-        clipped(model, sum(parameter.grad.square().sum() * (1 if name in split else layout.tp)
-                           for name, parameter in model.named_parameters()))
+        clipped(
+            model,
+            sum(
+                parameter.grad.square().sum() * (1 if name in split else layout.tp)
+                for name, parameter in model.named_parameters()
+            ),
+        )
 
     optimizer.register_step_pre_hook(clip)
     return model, optimizer, loss, batch
@@ -342,6 +363,7 @@ def second_use_left_out(layout, left_out=True):
             own = {name: parameter.detach() for name, parameter in own.items()}
         hidden = torch.func.functional_call(model.blocks[0], own, (hidden,))
         return cross_entropy(model.head(hidden).flatten(0, 1), batch[1].flatten())
+
     return model, optimizer, loss, batch
 
 
@@ -349,55 +371,192 @@ EXPERTS = {"moe.experts.gate_up_proj", "moe.experts.down_proj"}
 NORM = {"blocks.0.norm.weight", "blocks.0.norm.bias"}
 
 TOLD = (
-    Told("transformers #48205", "each rank has the router's gradient from its own experts, and nobody sums them",
-         functools.partial(mixture, reduce=router_left_out), Layout(ep=3), {"moe.gate.weight"}, "not averaged",
-         axes=("ep",)),
-    Told("pytorch #160285", "experts' gradients are doubled with two expert ranks",
-         functools.partial(mixture, reduce=experts_over_their_own_group_alone), Layout(ep=2), EXPERTS, "factor", 2.0,
-         ("ep",)),
-    Told("Megatron-LM #5956", "experts' gradients are not divided by the expert ranks",
-         functools.partial(mixture, reduce=experts_over_their_own_group_alone), Layout(dp=2, ep=3), EXPERTS, "factor",
-         3.0, ("ep",)),
-    Told("fairseq #4220", "experts are left out of the all-reduce, also where ranks hold the same ones",
-         functools.partial(mixture, reduce=experts_left_out), Layout(dp=2, ep=3), EXPERTS, "not averaged",
-         axes=("dp",)),
-    Told("Megatron-LM #1446", "under sequence parallelism a norm sees a rank's own tokens; nobody sums its gradient",
-         sequence_parallel_norm, Layout(tp=2), NORM, "not summed", axes=("tp",)),
-    Told("Megatron-LM #1528", "a norm's gradient is too large by the tensor ranks",
-         functools.partial(tensor_with, change=norm_times_ranks), Layout(dp=2, tp=3), {"blocks.0.norm.weight"},
-         "factor", 3.0, ("tp",)),
-    Told("SkyRL #1886", "the all-reduce of the gradient that a split layer hands down works on a copy",
-         functools.partial(tensor_parallel, sums=False), Layout(tp=3), NORM, "not summed", axes=("tp",),
-         follows=frozenset({"embedding.weight"})),
-    Told("Megatron-LM #906", "the loss is multiplied by the context ranks, and the gradient divided by the data ranks",
-         functools.partial(in_context, divided_by=lambda layout: layout.dp), Layout(dp=3, cp=2), EVERY, "factor", 2.0,
-         ("cp",)),
-    Told("DeepSpeed #5555", "stage 0 divides by all ranks what is to be divided by the data ranks, with Ulysses",
-         functools.partial(in_context, divided_by=lambda layout: layout.ranks * layout.cp), Layout(dp=2, cp=4), EVERY,
-         "factor", 1 / 4, ("cp",)),
-    Told("torchtitan #2323", "the loss is divided by all ranks' tokens, and DDP averages once more", averaged_twice,
-         Layout(dp=3), EVERY, "factor", 1 / 3, ("dp",)),
-    Told("torchtitan #2972", "the schedule's backward starts at the sum over tokens, the mean is for the log",
-         functools.partial(in_context, token_sum=True), Layout(dp=2), EVERY, "factor", float(ROWS * TOKENS / 2)),
-    Told("open-instruct #1498", "with ZeRO-2 each backward counts as the last, and only its gradient stays",
-         Accumulating(keeps_last=True), Layout(dp=2), EVERY, "unrelated"),
-    Told("torchtitan #4332", "a bias is divided by the tensor ranks before their sum, and so is its gradient",
-         functools.partial(tensor_with, change=bias_divided), Layout(dp=2, tp=3), {"blocks.0.down.bias"}, "factor",
-         1 / 3, ("tp",)),
-    Told("NeMo-RL #3788", "the norm that clips counts what is whole on each tensor rank once per rank",
-         replicated_squares_of_all_ranks, Layout(tp=3), EVERY, "factor"),
-    Told("hyper-parallel #279", "the norm that clips adds up the squares of whole gradients over the ranks",
-         squares_of_all_ranks, Layout(dp=3), EVERY, "factor", 3 ** -0.5, ("dp",)),
-    Told("sparseml #135", "a mean is multiplied by the ranks, though DDP averages", loss_times_ranks, Layout(dp=3),
-         EVERY, "factor", 3.0, ("dp",)),
-    Told("NeMo Automodel #3830", "means of micro-batches are added up, and multiplied by the data ranks",
-         batches_and_ranks_left_in, Layout(dp=3), EVERY, "factor", 6.0),
-    Told("piper #13", "two stages have a copy of the tied embedding, and nobody sums their gradients", tied_ends,
-         Layout(pp=2, dp=3), {"embedding.weight"}, "not summed", axes=("pp",)),
-    Told("DeepSpeed #8224", "of a module that is used twice in a step one use's gradient is left out",
-         second_use_left_out, Layout(dp=2), {f"blocks.0.{name}" for name, _ in small().blocks[0].named_parameters()},
-         "unrelated"),
-    Told("DeepSpeed #4321", "a parameter that is exactly as large as a bucket is not reduced", bucket_of_one,
-         Layout(dp=3), {"blocks.0.up.weight"}, "not averaged", axes=("dp",)),
+    Told(
+        "transformers #48205",
+        "each rank has the router's gradient from its own experts, and nobody sums them",
+        functools.partial(mixture, reduce=router_left_out),
+        Layout(ep=3),
+        {"moe.gate.weight"},
+        "not averaged",
+        axes=("ep",),
+    ),
+    Told(
+        "pytorch #160285",
+        "experts' gradients are doubled with two expert ranks",
+        functools.partial(mixture, reduce=experts_over_their_own_group_alone),
+        Layout(ep=2),
+        EXPERTS,
+        "factor",
+        2.0,
+        ("ep",),
+    ),
+    Told(
+        "Megatron-LM #5956",
+        "experts' gradients are not divided by the expert ranks",
+        functools.partial(mixture, reduce=experts_over_their_own_group_alone),
+        Layout(dp=2, ep=3),
+        EXPERTS,
+        "factor",
+        3.0,
+        ("ep",),
+    ),
+    Told(
+        "fairseq #4220",
+        "experts are left out of the all-reduce, also where ranks hold the same ones",
+        functools.partial(mixture, reduce=experts_left_out),
+        Layout(dp=2, ep=3),
+        EXPERTS,
+        "not averaged",
+        axes=("dp",),
+    ),
+    Told(
+        "Megatron-LM #1446",
+        "under sequence parallelism a norm sees a rank's own tokens; nobody sums its gradient",
+        sequence_parallel_norm,
+        Layout(tp=2),
+        NORM,
+        "not summed",
+        axes=("tp",),
+    ),
+    Told(
+        "Megatron-LM #1528",
+        "a norm's gradient is too large by the tensor ranks",
+        functools.partial(tensor_with, change=norm_times_ranks),
+        Layout(dp=2, tp=3),
+        {"blocks.0.norm.weight"},
+        "factor",
+        3.0,
+        ("tp",),
+    ),
+    Told(
+        "SkyRL #1886",
+        "the all-reduce of the gradient that a split layer hands down works on a copy",
+        functools.partial(tensor_parallel, sums=False),
+        Layout(tp=3),
+        NORM,
+        "not summed",
+        axes=("tp",),
+        follows=frozenset({"embedding.weight"}),
+    ),
+    Told(
+        "Megatron-LM #906",
+        "the loss is multiplied by the context ranks, and the gradient divided by the data ranks",
+        functools.partial(in_context, divided_by=lambda layout: layout.dp),
+        Layout(dp=3, cp=2),
+        EVERY,
+        "factor",
+        2.0,
+        ("cp",),
+    ),
+    Told(
+        "DeepSpeed #5555",
+        "stage 0 divides by all ranks what is to be divided by the data ranks, with Ulysses",
+        functools.partial(in_context, divided_by=lambda layout: layout.ranks * layout.cp),
+        Layout(dp=2, cp=4),
+        EVERY,
+        "factor",
+        1 / 4,
+        ("cp",),
+    ),
+    Told(
+        "torchtitan #2323",
+        "the loss is divided by all ranks' tokens, and DDP averages once more",
+        averaged_twice,
+        Layout(dp=3),
+        EVERY,
+        "factor",
+        1 / 3,
+        ("dp",),
+    ),
+    Told(
+        "torchtitan #2972",
+        "the schedule's backward starts at the sum over tokens, the mean is for the log",
+        functools.partial(in_context, token_sum=True),
+        Layout(dp=2),
+        EVERY,
+        "factor",
+        float(ROWS * TOKENS / 2),
+    ),
+    Told(
+        "open-instruct #1498",
+        "with ZeRO-2 each backward counts as the last, and only its gradient stays",
+        Accumulating(keeps_last=True),
+        Layout(dp=2),
+        EVERY,
+        "unrelated",
+    ),
+    Told(
+        "torchtitan #4332",
+        "a bias is divided by the tensor ranks before their sum, and so is its gradient",
+        functools.partial(tensor_with, change=bias_divided),
+        Layout(dp=2, tp=3),
+        {"blocks.0.down.bias"},
+        "factor",
+        1 / 3,
+        ("tp",),
+    ),
+    Told(
+        "NeMo-RL #3788",
+        "the norm that clips counts what is whole on each tensor rank once per rank",
+        replicated_squares_of_all_ranks,
+        Layout(tp=3),
+        EVERY,
+        "factor",
+    ),
+    Told(
+        "hyper-parallel #279",
+        "the norm that clips adds up the squares of whole gradients over the ranks",
+        squares_of_all_ranks,
+        Layout(dp=3),
+        EVERY,
+        "factor",
+        3**-0.5,
+        ("dp",),
+    ),
+    Told(
+        "sparseml #135",
+        "a mean is multiplied by the ranks, though DDP averages",
+        loss_times_ranks,
+        Layout(dp=3),
+        EVERY,
+        "factor",
+        3.0,
+        ("dp",),
+    ),
+    Told(
+        "NeMo Automodel #3830",
+        "means of micro-batches are added up, and multiplied by the data ranks",
+        batches_and_ranks_left_in,
+        Layout(dp=3),
+        EVERY,
+        "factor",
+        6.0,
+    ),
+    Told(
+        "piper #13",
+        "two stages have a copy of the tied embedding, and nobody sums their gradients",
+        tied_ends,
+        Layout(pp=2, dp=3),
+        {"embedding.weight"},
+        "not summed",
+        axes=("pp",),
+    ),
+    Told(
+        "DeepSpeed #8224",
+        "of a module that is used twice in a step one use's gradient is left out",
+        second_use_left_out,
+        Layout(dp=2),
+        {f"blocks.0.{name}" for name, _ in small().blocks[0].named_parameters()},
+        "unrelated",
+    ),
+    Told(
+        "DeepSpeed #4321",
+        "a parameter that is exactly as large as a bucket is not reduced",
+        bucket_of_one,
+        Layout(dp=3),
+        {"blocks.0.up.weight"},
+        "not averaged",
+        axes=("dp",),
+    ),
     Told("torchft #233", "the outer gradient has the wrong sign", negated, Layout(dp=3), EVERY, "sign", -1.0),
 )

@@ -101,14 +101,19 @@ def links(tmp_path, *pages):
     return Links(tmp_path, {Path(page) for page in pages})
 
 
-@pytest.mark.parametrize(("said", "becomes"), [
-    ("[x](../a.md)", "[x](../a.md)"),
-    ("[x](../code/b.py)", "[x](source:code/b.py)"),
-    ("[x](../code/b.py#L7-L9)", "[x](source:code/b.py#L-7)"),
-    ("[x](https://example.org) and [y](#here)", "[x](https://example.org) and [y](#here)"),
-    ("`[x](../gone.py)`\n```\n[x](../gone.py)\n```\n[y](../code/b.py)",
-     "`[x](../gone.py)`\n```\n[x](../gone.py)\n```\n[y](source:code/b.py)"),
-])
+@pytest.mark.parametrize(
+    ("said", "becomes"),
+    [
+        ("[x](../a.md)", "[x](../a.md)"),
+        ("[x](../code/b.py)", "[x](source:code/b.py)"),
+        ("[x](../code/b.py#L7-L9)", "[x](source:code/b.py#L-7)"),
+        ("[x](https://example.org) and [y](#here)", "[x](https://example.org) and [y](#here)"),
+        (
+            "`[x](../gone.py)`\n```\n[x](../gone.py)\n```\n[y](../code/b.py)",
+            "`[x](../gone.py)`\n```\n[x](../gone.py)\n```\n[y](source:code/b.py)",
+        ),
+    ],
+)
 def test_a_link_to_a_file_becomes_one_to_the_page_that_shows_it(tmp_path, said, becomes):
     known = links(tmp_path, "a.md")
     assert known.in_markdown(said, Path("notebooks/c.ipynb")) == becomes
@@ -138,8 +143,12 @@ def test_a_link_to_nothing_is_refused(tmp_path):
 def test_a_page_has_neither_records_nor_widgets(sources, tmp_path):
     texts, _, _ = sources
     for name in (name for name in texts if name.endswith(".ipynb")):
-        kinds = {kind for cell in json.loads(texts[name])["cells"] for output in cell.get("outputs", [])
-                 for kind in output.get("data", {})}
+        kinds = {
+            kind
+            for cell in json.loads(texts[name])["cells"]
+            for output in cell.get("outputs", [])
+            for kind in output.get("data", {})
+        }
         assert {kind for kind in kinds if not kind.startswith(("text/", "image/"))} == set(), name
     stored = json.loads((ROOT / "notebooks/02_data_parallel.ipynb").read_text(encoding="utf-8"))
     assert any(MIME in output.get("data", {}) for cell in stored["cells"] for output in cell.get("outputs", []))
@@ -152,9 +161,13 @@ def test_each_figure_says_what_it_shows(sources):
 
 
 def test_an_output_that_only_a_test_reads_leaves_no_trace(tmp_path):
-    cell = nbformat.v4.new_code_cell("record('a', 1)", outputs=[
-        nbformat.v4.new_output("display_data", data={MIME: {"name": "a"}, "text/html": "", "text/plain": text})
-        for text in ("", "a: 1")])
+    cell = nbformat.v4.new_code_cell(
+        "record('a', 1)",
+        outputs=[
+            nbformat.v4.new_output("display_data", data={MIME: {"name": "a"}, "text/html": "", "text/plain": text})
+            for text in ("", "a: 1")
+        ],
+    )
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "one.ipynb")
     text, _ = notebooks.page_of(tmp_path / "one.ipynb", Path("exercises/one.ipynb"), links(tmp_path))
     (kept,) = nbformat.reads(text, as_version=4).cells[0].outputs

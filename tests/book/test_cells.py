@@ -16,37 +16,49 @@ PRINTED = [nbformat.v4.new_output("stream", text="a")]
 
 
 def parts(source, outputs=PRINTED):
-    return [(part.source, part.metadata.get("tags", []), bool(part.outputs))
-            for part in cells.parts(nbformat.v4.new_code_cell(source, outputs=outputs))]
+    return [
+        (part.source, part.metadata.get("tags", []), bool(part.outputs))
+        for part in cells.parts(nbformat.v4.new_code_cell(source, outputs=outputs))
+    ]
 
 
-@pytest.mark.parametrize(("source", "folded"), [
-    ("import os\nimport sys\nfrom a import b\nx = 1", ["hide-input"]),
-    ("import os\nx = train()", []),
-    ("takeaway(f'{x}')", ["hide-input"]),
-    ("worst = max(errors)\nrecord('worst', worst)\npd.DataFrame({'a': worst}).map('{:.2f}'.format)", ["hide-input"]),
-    ("figures.memory(bill)", ["hide-input"]),
-    ("source(Zero1.step)", ["remove-input"]),
-    ("losses = on_ranks(train)", []),
-    ("def reduce():\n    record('a', 1)", []),
-    ("%matplotlib inline\ntakeaway('a')", []),
-])
+@pytest.mark.parametrize(
+    ("source", "folded"),
+    [
+        ("import os\nimport sys\nfrom a import b\nx = 1", ["hide-input"]),
+        ("import os\nx = train()", []),
+        ("takeaway(f'{x}')", ["hide-input"]),
+        (
+            "worst = max(errors)\nrecord('worst', worst)\npd.DataFrame({'a': worst}).map('{:.2f}'.format)",
+            ["hide-input"],
+        ),
+        ("figures.memory(bill)", ["hide-input"]),
+        ("source(Zero1.step)", ["remove-input"]),
+        ("losses = on_ranks(train)", []),
+        ("def reduce():\n    record('a', 1)", []),
+        ("%matplotlib inline\ntakeaway('a')", []),
+    ],
+)
 def test_a_cell_is_folded_where_it_only_shows_what_is_known(source, folded):
     assert parts(source) == [(source, folded, True)]
 
 
 def test_the_end_of_a_cell_that_only_shows_is_folded_and_the_result_stays_below():
     said = parts("losses = on_ranks(train)\n\nrecord('fell', losses[0] - losses[-1])\ntakeaway(f'{losses}')")
-    assert said == [("losses = on_ranks(train)", [], False),
-                    ("record('fell', losses[0] - losses[-1])\ntakeaway(f'{losses}')", ["hide-input"], True)]
+    assert said == [
+        ("losses = on_ranks(train)", [], False),
+        ("record('fell', losses[0] - losses[-1])\ntakeaway(f'{losses}')", ["hide-input"], True),
+    ]
     assert parts("check('zero.stage1', mine)", outputs=[]) == [("check('zero.stage1', mine)", [], False)]
 
 
 def test_imports_that_stand_before_other_code_are_folded_alone():
     source = "import functools\nimport os\n\nimport torch\n\nranks = launch(train)\nrecord('ranks', ranks)"
     assert [(text, folded) for text, folded, _ in parts(source)] == [
-        ("import functools\nimport os\n\nimport torch", ["hide-input"]), ("ranks = launch(train)", []),
-        ("record('ranks', ranks)", ["hide-input"])]
+        ("import functools\nimport os\n\nimport torch", ["hide-input"]),
+        ("ranks = launch(train)", []),
+        ("record('ranks', ranks)", ["hide-input"]),
+    ]
     decorated = "import functools\nimport os\nimport sys\n\n@functools.cache\ndef f():\n    return 1\n\nf()"
     assert [text for text, *_ in parts(decorated)][1].startswith("@functools.cache")
 
@@ -80,8 +92,10 @@ def test_a_line_says_how_far_its_code_is_indented_and_is_copied_as_it_is():
 
 
 def test_a_figures_numbers_are_a_table_that_is_folded():
-    output = nbformat.v4.new_output("display_data", metadata={"image/png": {"numbers": [
-        {"caption": "a < b", "columns": ["x"], "rows": ["1", "2"]}]}})
+    output = nbformat.v4.new_output(
+        "display_data",
+        metadata={"image/png": {"numbers": [{"caption": "a < b", "columns": ["x"], "rows": ["1", "2"]}]}},
+    )
     html = cells.numbers(output)
     assert html.startswith("<details") and "a &lt; b" in html and html.count("<td>") == 2
     assert cells.numbers(nbformat.v4.new_output("display_data")) == ""

@@ -35,8 +35,11 @@ class Page(html.parser.HTMLParser):
 
 @pytest.fixture(scope="module")
 def pages(site):
-    found = {path.relative_to(site).as_posix(): Page(path.read_text(encoding="utf-8"))
-             for path in sorted(site.rglob("*.html")) if path.relative_to(site).parts[0] not in ("_static", "_sources")}
+    found = {
+        path.relative_to(site).as_posix(): Page(path.read_text(encoding="utf-8"))
+        for path in sorted(site.rglob("*.html"))
+        if path.relative_to(site).parts[0] not in ("_static", "_sources")
+    }
     assert len(found) > 200
     return found
 
@@ -48,8 +51,13 @@ def broken(site, pages):
             if re.match(r"(https?|mailto|data):", link) or not link:
                 continue
             path, _, anchor = link.partition("#")
-            target = posixpath.normpath(posixpath.join(posixpath.dirname(name), urllib.parse.unquote(
-                path.partition("?")[0]))) if path else name
+            target = (
+                posixpath.normpath(
+                    posixpath.join(posixpath.dirname(name), urllib.parse.unquote(path.partition("?")[0]))
+                )
+                if path
+                else name
+            )
             if not (site / target).is_file():
                 yield f"{name}: {link}"
             elif anchor and target in pages and urllib.parse.unquote(anchor) not in pages[target].ids | {"top"}:
@@ -82,8 +90,11 @@ def test_the_textbook_has_drawings_as_they_are_written_and_no_value_without_a_na
 def test_each_picture_has_an_alternative_text(pages):
     pictures = [(name, picture) for name, page in pages.items() for picture in page.pictures]
     assert len(pictures) > 60
-    assert not [(name, each.get("src")) for name, each in pictures if not (each.get("alt") or "").strip()
-                or re.search(r"\.(png|svg)$", each["alt"])]
+    assert not [
+        (name, each.get("src"))
+        for name, each in pictures
+        if not (each.get("alt") or "").strip() or re.search(r"\.(png|svg)$", each["alt"])
+    ]
 
 
 def test_the_site_is_small(site):

@@ -37,8 +37,11 @@ REACHABLE = """return [...document.querySelectorAll("a[href], button, input, sum
 def pages_of(site):
     """The pages to look at: all of the book's own, and some that show a file."""
     files = set(json.loads((ROOT / "build/book-source/about-files.json").read_text(encoding="utf-8"))["files"])
-    found = [path.relative_to(site).as_posix() for path in sorted(site.rglob("*.html"))
-             if path.relative_to(site).parts[0] not in ("_static", "_sources")]
+    found = [
+        path.relative_to(site).as_posix()
+        for path in sorted(site.rglob("*.html"))
+        if path.relative_to(site).parts[0] not in ("_static", "_sources")
+    ]
     shown = [name for name in found if name.removesuffix(".html") in files]
     return [name for name in found if name not in shown] + shown[:FILES_LOOKED_AT]
 
@@ -139,11 +142,20 @@ def test_a_lesson_is_painted_soon_after_it_is_opened_from_disk(site, browser):
 
 def terms():
     """For each lesson the word of its headings that the fewest lessons have."""
-    texts = {path.stem: "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells
-                                  if cell.cell_type == "markdown") for path in ROOT.glob("notebooks/[0-9]*.ipynb")}
+    texts = {
+        path.stem: "\n".join(
+            cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"
+        )
+        for path in ROOT.glob("notebooks/[0-9]*.ipynb")
+    }
     words = {name: set(re.findall(r"[a-z]{5,}", text.lower())) for name, text in texts.items()}
-    return {name: min(sorted(set(re.findall(r"[a-z]{5,}", " ".join(re.findall(r"^#+ (.*)", text, re.M)).lower()))),
-                      key=lambda word: sum(word in each for each in words.values())) for name, text in texts.items()}
+    return {
+        name: min(
+            sorted(set(re.findall(r"[a-z]{5,}", " ".join(re.findall(r"^#+ (.*)", text, re.M)).lower()))),
+            key=lambda word: sum(word in each for each in words.values()),
+        )
+        for name, text in texts.items()
+    }
 
 
 def test_search_finds_a_term_of_each_lesson(address, browser):
@@ -157,8 +169,7 @@ def test_search_finds_a_term_of_each_lesson(address, browser):
             return found and found[0].text and "Searching" not in found[0].text
 
         until(answered, what=f"an answer to {term}")
-        links = [each.get_attribute("href") for each in
-                 browser.find_elements(By.CSS_SELECTOR, "#search-results li a")]
+        links = [each.get_attribute("href") for each in browser.find_elements(By.CSS_SELECTOR, "#search-results li a")]
         if not any(f"notebooks/{name}.html" in link for link in links):
             missed[name] = term
     assert not missed and len(terms()) >= 15
@@ -173,8 +184,11 @@ def test_the_keyboard_reaches_everything(address, browser, name):
     wanted = len(browser.execute_script(REACHABLE))
     for _ in range(wanted // 20 + 10):
         ActionChains(browser, duration=0).send_keys(Keys.TAB * 20).perform()
-    left = browser.execute_script(REACHABLE.replace("return ", "const all = ") + """;
-      return all.filter(one => !window.reached.has(one)).map(one => one.outerHTML.slice(0, 200))""")
+    left = browser.execute_script(
+        REACHABLE.replace("return ", "const all = ")
+        + """;
+      return all.filter(one => !window.reached.has(one)).map(one => one.outerHTML.slice(0, 200))"""
+    )
     assert wanted > 40 and left == []
 
 
@@ -209,16 +223,19 @@ def test_the_schedule_bench_answers_with_the_librarys_own_sentences(site, addres
     """Python in the page: how much has come, a table, an action moved by keyboard, a refusal."""
     resize(browser, WIDE)
     said = opened(browser, address + "live/schedule.html", ".bench-said", "idle 27.3 %")
-    size = sum(path.stat().st_size for path in (site / "_static/live").rglob("*")
-               if path.suffix in (".gz", ".zip", ".json", ".mjs"))
+    size = sum(
+        path.stat().st_size
+        for path in (site / "_static/live").rglob("*")
+        if path.suffix in (".gz", ".zip", ".json", ".mjs")
+    )
     progress = browser.find_element(By.CSS_SELECTOR, ".live-load progress")
     assert said == f"Load ({size / 1e6:.1f} MB)"
     assert int(progress.get_property("value")) == int(progress.get_property("max")) == size
     until_it_says(browser, ".bench-legend", "forward\nbackward, whole\nidle")
-    browser.execute_script("document.querySelector('[data-rank=\"3\"][data-at=\"0\"]').focus()")
+    browser.execute_script('document.querySelector(\'[data-rank="3"][data-at="0"]\').focus()')
     ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ARROW_RIGHT).key_up(Keys.SHIFT).perform()
     until_it_says(browser, ".bench-said", "rank 3 of 1f1b has 3B0 before 3F0: put it later")
-    browser.execute_script("document.querySelector('[data-rank=\"0\"][data-at=\"0\"]').focus()")
+    browser.execute_script('document.querySelector(\'[data-rank="0"][data-at="0"]\').focus()')
     ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ARROW_RIGHT).key_up(Keys.SHIFT).perform()
     until_it_says(browser, ".bench-said", "idle 29.4 %")
     nothing_is_wrong(browser, address)
@@ -290,8 +307,11 @@ def test_a_live_part_that_was_loaded_opens_without_a_network(site, browser):
     resize(browser, WIDE)
     with served(site) as here:
         opened(browser, here + "live/memory.html", ".memory-formula", "GiB")
-        until(lambda: browser.execute_async_script("""const done = arguments[0];
-          caches.match(location.href).then((kept) => done(Boolean(kept)))"""), what="kept")
+        until(
+            lambda: browser.execute_async_script("""const done = arguments[0];
+          caches.match(location.href).then((kept) => done(Boolean(kept)))"""),
+            what="kept",
+        )
     opened(browser, here + "live/memory.html", ".memory-formula", "GiB")
 
 

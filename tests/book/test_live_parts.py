@@ -22,8 +22,16 @@ from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.validation import check
 from course_lib.planning.state_estimates import zero_model_states
 
-TABLE = {"name": "1f1b", "ranks": 4, "microbatches": 8, "stages": 2, "forward": 1, "input": 1, "weight": 1,
-         "message": 0}
+TABLE = {
+    "name": "1f1b",
+    "ranks": 4,
+    "microbatches": 8,
+    "stages": 2,
+    "forward": 1,
+    "input": 1,
+    "weight": 1,
+    "message": 0,
+}
 PLAN = {"model": "facebook/opt-6.7b", "gpu": "A100-80", "gpus": "8", "tokens": "100B", "global_batch": ""}
 STATES = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 8, "precision": "bf16", "optimizer": "adamw", "offload": "none"}
 
@@ -36,7 +44,8 @@ def asked(**changes):
 def test_a_table_is_the_librarys(name):
     shown = json.loads(schedule.made(asked(name=name)))
     assert [[one["name"] for one in row] for row in shown["rows"]] == [
-        line.split(",") for line in shown["table"].strip().splitlines()]
+        line.split(",") for line in shown["table"].strip().splitlines()
+    ]
     assert len(shown["rows"]) == 4 and 0 <= shown["bubble"] < 0.5
 
 
@@ -72,7 +81,8 @@ def test_a_plan_is_what_the_command_line_prints(capsys):
     assert {name: shown[name] for name in printed} == printed
     assert re.sub(r" \\\n +", " ", shown["command"]) == printed["launch"]
     assert [sum(bar["bytes"].values()) - bar["bytes"]["runtime"] for bar in shown["bars"]] == [
-        pytest.approx(bar["total"]) for bar in shown["bars"]]
+        pytest.approx(bar["total"]) for bar in shown["bars"]
+    ]
     assert cli.main([*words[1:], "--what_if", shown["what_if"][0], "--json"]) == 0
     assert json.loads(planner.varied(json.dumps(PLAN), shown["what_if"][0])) == json.loads(capsys.readouterr().out)
 
@@ -111,8 +121,11 @@ def test_what_is_offloaded_is_told_and_what_cannot_be_is_refused():
 
 def solutions():
     """The course's own answer to each exercise of the page, by its id in the notebook."""
-    cells = [cell for name in ("07_pipeline_schedules", "09_plan_and_simulate") for cell in nbformat.read(
-        live_parts.ROOT / "solutions" / f"{name}.ipynb", as_version=4).cells]
+    cells = [
+        cell
+        for name in ("07_pipeline_schedules", "09_plan_and_simulate")
+        for cell in nbformat.read(live_parts.ROOT / "solutions" / f"{name}.ipynb", as_version=4).cells
+    ]
     return {cell.metadata.get("nbgrader", {}).get("grade_id"): cell.source for cell in cells}
 
 
@@ -137,8 +150,10 @@ def test_a_report_is_what_check_prints():
 
 
 def test_an_answer_that_cannot_run_is_told_with_its_line():
-    said = [json.loads(exercises.checked("plan.memory", text))["error"]
-            for text in ("def memory_of(:\n", "x = 1\ny = x / 0\n", "x = 1\n")]
+    said = [
+        json.loads(exercises.checked("plan.memory", text))["error"]
+        for text in ("def memory_of(:\n", "x = 1\ny = x / 0\n", "x = 1\n")
+    ]
     assert "line 1 of yours, `def memory_of(:`" in said[0] and "line 2 of yours, `y = x / 0`" in said[1]
     assert said[2] == "the answer defines no `memory_of`: keep that name"
 
@@ -158,13 +173,20 @@ def test_the_archive_holds_all_that_the_parts_import(tmp_path):
     with zipfile.ZipFile(io.BytesIO(live_parts.modules())) as archive:
         archive.extractall(tmp_path)
     given = [json.dumps(one) for one in (TABLE, PLAN, STATES)]
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", ALONE, str(tmp_path), *given], capture_output=True,
-                          text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", ALONE, str(tmp_path), *given], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     wrong = [exercises.checked(name, f"def {task.function}(*args): return 1") for name, task in exercises.TASKS.items()]
     assert done.stdout.splitlines() == [
-        schedule.made(given[0]), planner.choices(), planner.planned(given[1]), planner.varied(given[1], "gpus=4"),
-        memory.choices(), memory.counted(given[2]), *wrong]
+        schedule.made(given[0]),
+        planner.choices(),
+        planner.planned(given[1]),
+        planner.varied(given[1], "gpus=4"),
+        memory.choices(),
+        memory.counted(given[2]),
+        *wrong,
+    ]
     assert live_parts.modules() == live_parts.modules()
 
 
@@ -176,7 +198,10 @@ def test_what_the_browser_gets_loads_no_package_has_a_version_and_tells_its_size
     assert json.loads(found["_static/live/pyodide/pyodide-lock.json"]) == {"info": {"abi": 1}, "packages": {}}
     assert re.search(rb'"live-[0-9a-f]{12}"', found["_extra/live-cache.js"])
     sizes = json.loads(re.fullmatch(r"live\.comes\((.*)\);\n", found["_static/live/files.js"].decode())[1])
-    assert sizes == {name.removeprefix("_static/live/"): len(data) for name, data in found.items()
-                     if name.endswith((".gz", ".zip", ".json", ".mjs"))}
+    assert sizes == {
+        name.removeprefix("_static/live/"): len(data)
+        for name, data in found.items()
+        if name.endswith((".gz", ".zip", ".json", ".mjs"))
+    }
     names = zipfile.ZipFile(io.BytesIO(found["_static/live/modules.zip"])).namelist()
     assert "course_lib/parallel/pipeline/validation.py" in names and len(names) == len(set(names))

@@ -26,10 +26,14 @@ def test_its_first_cell_brings_all_that_the_lesson_imports(tmp_path):
     ran = [*code[: imports + 1], "import os, course_lib; print('at', os.path.realpath('.'), course_lib.__file__)"]
     (tmp_path / "cells.ipy").write_text("\n\n".join(ran))
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))} | {
-        "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.{ROOT.as_uri()}.insteadOf",
-        "GIT_CONFIG_VALUE_0": "https://github.com/a/b", "DS_BUILD_OPS": "0"}
-    done = subprocess.run([python, "-m", "IPython", "cells.ipy"], cwd=tmp_path, env=env, capture_output=True, text=True,
-                          timeout=2400)
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": f"url.{ROOT.as_uri()}.insteadOf",
+        "GIT_CONFIG_VALUE_0": "https://github.com/a/b",
+        "DS_BUILD_OPS": "0",
+    }
+    done = subprocess.run(
+        [python, "-m", "IPython", "cells.ipy"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=2400
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     course = os.path.realpath(tmp_path / "course")
     assert f"at {course}/notebooks {course}/course_lib/__init__.py" in done.stdout, done.stdout[-2000:]

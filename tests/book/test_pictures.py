@@ -53,6 +53,7 @@ def look(browser, address, page, anchor, size, theme):
 
 def differing(some, others):
     """Share of the tiles whose means differ."""
+
     def means(picture):
         cells = np.asarray(picture.convert("RGB"), float)
         rows, columns = (length // TILE for length in cells.shape[:2])

@@ -82,9 +82,14 @@ def played(browser, tmp_path):
 
 def marked(browser):
     """The line of each rank that has one, by the marks in the code."""
-    return {int(rank): int(line) for line, ranks in browser.execute_script(
-        "return [...document.querySelectorAll('.ranks-on')].map(row => [row.dataset.line, "
-        "[...row.querySelectorAll('.ranks-here b')].map(chip => chip.textContent)])") for rank in ranks}
+    return {
+        int(rank): int(line)
+        for line, ranks in browser.execute_script(
+            "return [...document.querySelectorAll('.ranks-on')].map(row => [row.dataset.line, "
+            "[...row.querySelectorAll('.ranks-here b')].map(chip => chip.textContent)])"
+        )
+        for rank in ranks
+    }
 
 
 def expected(recording, at):
@@ -130,9 +135,16 @@ class TestInABrowser:
         press, recording = played("07_one_f_one_b"), RECORDINGS["07_one_f_one_b"]
         for _ in range(60):
             press(Keys.ARROW_RIGHT)
-        shown = [dict(zip([one.text for one in card.find_elements(By.TAG_NAME, "dt")],
-                          [one.get_attribute("title") for one in card.find_elements(By.TAG_NAME, "dd")], strict=True))
-                 for card in browser.find_elements(By.CSS_SELECTOR, ".ranks-card")]
+        shown = [
+            dict(
+                zip(
+                    [one.text for one in card.find_elements(By.TAG_NAME, "dt")],
+                    [one.get_attribute("title") for one in card.find_elements(By.TAG_NAME, "dd")],
+                    strict=True,
+                )
+            )
+            for card in browser.find_elements(By.CSS_SELECTOR, ".ranks-card")
+        ]
         for lane, values in zip(recording["ranks"], shown, strict=True):
             for place, name in enumerate(recording["variables"]):
                 texts = [text for at, which, text in lane["values"] if which == place and at <= moment(browser)]
@@ -158,13 +170,17 @@ class TestInABrowser:
             browser.find_element(By.CSS_SELECTOR, ".ranks-table summary").click()
             rows = "return document.querySelectorAll('.ranks-table tbody tr').length"
             lanes = RECORDINGS[name]["ranks"]
-            events = sum(len(lane["lines"]) + 1 + sum(1 + (call[1] is not None) for call in lane["calls"])
-                         for lane in lanes)
+            events = sum(
+                len(lane["lines"]) + 1 + sum(1 + (call[1] is not None) for call in lane["calls"]) for lane in lanes
+            )
             until(lambda: browser.execute_script(rows) == events, what="the table of events")  # noqa: B023
             browser.execute_script((npm.folder("axe-core") / "axe.min.js").read_text(encoding="utf-8"))
             assert browser.execute_async_script(AXE) == []
             assert browser.execute_script("return document.documentElement.scrollWidth") <= width
         asked = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-        assert all(one["params"]["request"]["url"].startswith(("file:", "data:")) for one in asked
-                   if one["method"] == "Network.requestWillBeSent")
+        assert all(
+            one["params"]["request"]["url"].startswith(("file:", "data:"))
+            for one in asked
+            if one["method"] == "Network.requestWillBeSent"
+        )
         assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]

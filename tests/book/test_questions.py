@@ -22,8 +22,11 @@ def stored(path):
 
 def text_of(output):
     """What a page shows of an output, without its marks."""
-    shown = [output.get("text", "")] + [content for kind, content in output.get("data", {}).items()
-                                        if kind in ("text/html", "text/plain", "image/svg+xml")]
+    shown = [output.get("text", "")] + [
+        content
+        for kind, content in output.get("data", {}).items()
+        if kind in ("text/html", "text/plain", "image/svg+xml")
+    ]
     return unescape(re.sub(r"<style.*?</style>|<[^>]*>", "", "\n".join(shown), flags=re.DOTALL)).strip()
 
 
@@ -34,8 +37,15 @@ def in_sight(cells):
             yield re.sub(r"<div class='waits'.*?</div>", "", cell.source, flags=re.DOTALL)
             continue
         outputs = cell.get("outputs", [])
-        marks = [mark[1] for output in outputs if (mark := re.search(
-            r"class='waits-mark'[^>]*data-hides='(\w+)'", output.get("data", {}).get("text/html", "")))]
+        marks = [
+            mark[1]
+            for output in outputs
+            if (
+                mark := re.search(
+                    r"class='waits-mark'[^>]*data-hides='(\w+)'", output.get("data", {}).get("text/html", "")
+                )
+            )
+        ]
         if "cell" in marks:
             continue
         if "hide-input" not in cell.metadata.get("tags", []):
@@ -50,22 +60,31 @@ def in_sight(cells):
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_each_question_has_its_form_and_hides_what_was_found(path):
-    asked, before = questions_of(stored(path)), "\n".join(text_of(output) for cell in stored(path)
-                                                         for output in cell.get("outputs", []))
+    asked, before = (
+        questions_of(stored(path)),
+        "\n".join(text_of(output) for cell in stored(path) for output in cell.get("outputs", [])),
+    )
     page = questions.ask(stored(path))
     after = "\n".join(in_sight(page))
-    forms = [json.loads(unescape(data)) for cell in page for output in cell.get("outputs", []) for data in
-             re.findall(r"data-question='([^']*)'", output.get("data", {}).get("text/html", ""))]
+    forms = [
+        json.loads(unescape(data))
+        for cell in page
+        for output in cell.get("outputs", [])
+        for data in re.findall(r"data-question='([^']*)'", output.get("data", {}).get("text/html", ""))
+    ]
     assert [form["name"] for form in forms] == list(asked) and len(forms) == len({form["id"] for form in forms}) > 3
-    lines = {output.data[RECORD]["name"]: text_of({"data": {"text/html": output.data["text/html"]}})
-             for cell in stored(path) for output in cell.get("outputs", [])
-             if output.get("data", {}).get(RECORD, {}).get("name") in asked}
+    lines = {
+        output.data[RECORD]["name"]: text_of({"data": {"text/html": output.data["text/html"]}})
+        for cell in stored(path)
+        for output in cell.get("outputs", [])
+        if output.get("data", {}).get(RECORD, {}).get("name") in asked
+    }
     for question in asked.values():
         assert question.ask.replace("`", "") in after
         assert bool(question.choices) == bool(question.right) and set(question.right) <= set(question.choices)
         assert question.found and lines[question.name] in before, question.name
         assert lines[question.name] not in after, question.name
-        assert f"predict(\"{question.name}\"" not in after
+        assert f'predict("{question.name}"' not in after
 
 
 def test_every_lesson_asks():
@@ -74,18 +93,24 @@ def test_every_lesson_asks():
 
 
 def cell(source, *outputs):
-    return nbformat.v4.new_code_cell(source, outputs=[nbformat.v4.new_output("display_data", data=data)
-                                                      for data in outputs])
+    return nbformat.v4.new_code_cell(
+        source, outputs=[nbformat.v4.new_output("display_data", data=data) for data in outputs]
+    )
 
 
 def asks(name):
-    return {QUESTION: {"name": name}, "text/html": "<div style='a'><b>Your prediction.</b> How many?</div><details>"
-            "<summary>The author</summary><div style='a'><b>Predicted</b> it: <b>2 units</b></div></details>"}
+    return {
+        QUESTION: {"name": name},
+        "text/html": "<div style='a'><b>Your prediction.</b> How many?</div><details>"
+        "<summary>The author</summary><div style='a'><b>Predicted</b> it: <b>2 units</b></div></details>",
+    }
 
 
 def finds(name, value):
-    return {RECORD: {"name": name, "value": value, "predicted": 2, "how": "measured"},
-            "text/html": f"<div style='a'><b>Measured</b> it: <b>{value} units</b> <span style='b'>(…)</span></div>"}
+    return {
+        RECORD: {"name": name, "value": value, "predicted": 2, "how": "measured"},
+        "text/html": f"<div style='a'><b>Measured</b> it: <b>{value} units</b> <span style='b'>(…)</span></div>",
+    }
 
 
 def text(source):
@@ -96,20 +121,52 @@ def test_what_waits_is_what_is_about_the_finding():
     """Outputs between, the measuring cell's, what follows with the first text, and takeaways, up to a heading."""
     predict = 'x = 1\npredict("a", 2,\n        ask="How many?")\ny = 2'
     html = {"text/html": "<b>Takeaway.</b> 3 it is"}
-    page = questions.ask([
-        cell(predict, {"text/plain": "x is 1"}, asks("a")),
-        cell("listing", {questions.LISTING: {}, "text/html": "listed"}), cell("between", {"text/plain": "about 3"}),
-        cell("measure", {"text/plain": "it took 9 s"}, finds("a", 3)),
-        cell("figure", {"text/plain": "a figure of 3"}), text("So 3.\n\n## Next\n\nOther things."),
-        cell("other", {"text/plain": "no more of it"}), cell("last", html)])
+    page = questions.ask(
+        [
+            cell(predict, {"text/plain": "x is 1"}, asks("a")),
+            cell("listing", {questions.LISTING: {}, "text/html": "listed"}),
+            cell("between", {"text/plain": "about 3"}),
+            cell("measure", {"text/plain": "it took 9 s"}, finds("a", 3)),
+            cell("figure", {"text/plain": "a figure of 3"}),
+            text("So 3.\n\n## Next\n\nOther things."),
+            cell("other", {"text/plain": "no more of it"}),
+            cell("last", html),
+        ]
+    )
     assert [one.source for one in page[:2]] == ["x = 1\ny = 2", 'predict("a", 2,\n        ask="How many?")']
     assert list(in_sight(page)) == [
-        "x = 1\ny = 2", "x is 1", "Your prediction. How many?", "listing", "listed", "between", "measure",
-        "\n\n## Next\n\nOther things.", "other", "no more of it", "last", "Takeaway. 3 it is"]
-    page = questions.ask([cell("", asks("a")), cell("measure", finds("a", 3)), text("So 3."), text("On."),
-                          cell("", {"text/plain": "on"}), cell("last", html), cell("both", {"text/plain": "x"}, html)])
+        "x = 1\ny = 2",
+        "x is 1",
+        "Your prediction. How many?",
+        "listing",
+        "listed",
+        "between",
+        "measure",
+        "\n\n## Next\n\nOther things.",
+        "other",
+        "no more of it",
+        "last",
+        "Takeaway. 3 it is",
+    ]
+    page = questions.ask(
+        [
+            cell("", asks("a")),
+            cell("measure", finds("a", 3)),
+            text("So 3."),
+            text("On."),
+            cell("", {"text/plain": "on"}),
+            cell("last", html),
+            cell("both", {"text/plain": "x"}, html),
+        ]
+    )
     assert [seen for seen in in_sight(page) if seen] == [
-        "Your prediction. How many?", "measure", "On.", "on", "both", "x"]
+        "Your prediction. How many?",
+        "measure",
+        "On.",
+        "on",
+        "both",
+        "x",
+    ]
 
 
 def test_a_question_that_cannot_be_read_is_refused():
@@ -121,4 +178,5 @@ def test_the_list_of_the_course_is_whole():
     contents = course_contents.contents()
     assert {each["lesson"] for each in contents["lessons"]} == {path.stem for path in LESSONS}
     assert {each["name"]: (each["lesson"], each["points"], each["title"]) for each in contents["exercises"]} == {
-        task.name: (task.lesson, sum(task.points.values()), task.title) for task in TASKS.values()}
+        task.name: (task.lesson, sum(task.points.values()), task.title) for task in TASKS.values()
+    }

@@ -38,10 +38,12 @@ def small(tmp_path_factory):
     folder, links = tmp_path_factory.mktemp("book"), Links(ROOT, set())
     source = folder / "source"
     pages = {f"{name}.ipynb": page_of(ROOT / f"{name}.ipynb", Path(f"{name}.ipynb"), links)[0] for name in NOTEBOOKS}
-    pages |= {"live/progress.md": (PAGES / "live" / "progress.md").read_text(),
-              "about-files.json": json.dumps({"alternatives": {}, "files": []}),
-              f"_static/{course_contents.NAME}": course_contents.script(),
-              "index.md": "\n".join(["# A book\n\n```{toctree}", *NOTEBOOKS, "live/progress\n```\n"])}
+    pages |= {
+        "live/progress.md": (PAGES / "live" / "progress.md").read_text(),
+        "about-files.json": json.dumps({"alternatives": {}, "files": []}),
+        f"_static/{course_contents.NAME}": course_contents.script(),
+        "index.md": "\n".join(["# A book\n\n```{toctree}", *NOTEBOOKS, "live/progress\n```\n"]),
+    }
     for name, content in pages.items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(content)
@@ -118,8 +120,25 @@ def test_a_question_is_answered_by_keyboard_and_its_answer_is_kept(browser, page
 def test_numbers_are_read_as_in_the_notebook(browser, page):
     page("notebooks/05_zero_stages.html")
     question = f"#{anchor('volume_stage_3')}"
-    for written in ("1,000", "0,5", "3/4", "40 %", "1e9", "-2.5", "1_0", ".5", "12.", "1,5/2",
-                    "1/0", "x", "", "1//2", "2 %%", "nan", "0x10"):
+    for written in (
+        "1,000",
+        "0,5",
+        "3/4",
+        "40 %",
+        "1e9",
+        "-2.5",
+        "1_0",
+        ".5",
+        "12.",
+        "1,5/2",
+        "1/0",
+        "x",
+        "",
+        "1//2",
+        "2 %%",
+        "nan",
+        "0x10",
+    ):
         try:
             expected = parsed(written)
         except ValueError:
@@ -182,9 +201,16 @@ def test_progress_shows_what_was_done_and_where_one_left(browser, page, tmp_path
     status = functools.partial(find, ".progress-said")
     file = tmp_path / "other.json"
     good = {"points": 1, "of": 3, "when": "2026-01-01T00:00:00+00:00"}
-    for other in ("{", "[]", "{}", json.dumps({"no.such": good}), json.dumps({task.name: good | {"points": 4}}),
-                  json.dumps({task.name: good | {"more": 1}}), json.dumps({task.name: good | {"when": "soon"}}),
-                  json.dumps({"course": 1, "answers": [], "places": {}, "results": {}})):
+    for other in (
+        "{",
+        "[]",
+        "{}",
+        json.dumps({"no.such": good}),
+        json.dumps({task.name: good | {"points": 4}}),
+        json.dumps({task.name: good | {"more": 1}}),
+        json.dumps({task.name: good | {"when": "soon"}}),
+        json.dumps({"course": 1, "answers": [], "places": {}, "results": {}}),
+    ):
         file.write_text(other)
         find("#progress-file").send_keys(str(file))
         until(lambda: "other.json is not what" in status().text, what="a refusal")

@@ -27,9 +27,18 @@ def loaded(text: str) -> dict | str:
         strategy = registry.JOBS_RECOVERY_STRATEGY_REGISTRY.from_str(recovery)
     except (ValueError, exceptions.InvalidSkyPilotConfigError) as error:
         return str(error)
-    return {"name": task.name, "num_nodes": task.num_nodes, "accelerators": resources.accelerators,
-            "cpus": resources.cpus, "disk_size": resources.disk_size, "spot": resources.use_spot,
-            "recovery": strategy and strategy.__name__, "workdir": task.workdir, "setup": task.setup, "run": task.run}
+    return {
+        "name": task.name,
+        "num_nodes": task.num_nodes,
+        "accelerators": resources.accelerators,
+        "cpus": resources.cpus,
+        "disk_size": resources.disk_size,
+        "spot": resources.use_spot,
+        "recovery": strategy and strategy.__name__,
+        "workdir": task.workdir,
+        "setup": task.setup,
+        "run": task.run,
+    }
 
 
 print()

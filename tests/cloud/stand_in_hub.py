@@ -91,8 +91,16 @@ class _Handler(BaseHTTPRequestHandler):
                     return self.answer(200, files[name], ETag=f'"{digest}"', X_Repo_Commit="c" * 40)
                 return self.answer(404, {"error": "not found"}, X_Error_Code="EntryNotFound")
             if path.startswith(f"/api/models/{repo}"):
-                return self.answer(200, {"id": repo, "sha": "c" * 40, "private": repo in hub.private, "tags": [],
-                                         "siblings": [{"rfilename": name} for name in files]})
+                return self.answer(
+                    200,
+                    {
+                        "id": repo,
+                        "sha": "c" * 40,
+                        "private": repo in hub.private,
+                        "tags": [],
+                        "siblings": [{"rfilename": name} for name in files],
+                    },
+                )
         return self.answer(200 if path == "/" else 404, {})
 
     def do_PUT(self):
@@ -127,15 +135,39 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer(200, {"errors": [], "warnings": []})
         if "/preupload/" in path:
             files = json.loads(body)["files"]
-            return self.answer(200, {"files": [
-                {"path": file["path"], "shouldIgnore": False, "oid": None, "uploadMode":
-                 "lfs" if file["path"].endswith(".safetensors") and hub.mode == "lfs" else "regular"}
-                for file in files]})
+            return self.answer(
+                200,
+                {
+                    "files": [
+                        {
+                            "path": file["path"],
+                            "shouldIgnore": False,
+                            "oid": None,
+                            "uploadMode": "lfs"
+                            if file["path"].endswith(".safetensors") and hub.mode == "lfs"
+                            else "regular",
+                        }
+                        for file in files
+                    ]
+                },
+            )
         if path.endswith("/info/lfs/objects/batch"):
             objects = json.loads(body)["objects"]
-            return self.answer(200, {"transfer": "basic", "objects": [
-                {"oid": o["oid"], "size": o["size"]} | ({} if o["oid"] in hub.blobs else {
-                    "actions": {"upload": {"href": f"{hub.url}/upload/{o['oid']}"}}}) for o in objects]})
+            return self.answer(
+                200,
+                {
+                    "transfer": "basic",
+                    "objects": [
+                        {"oid": o["oid"], "size": o["size"]}
+                        | (
+                            {}
+                            if o["oid"] in hub.blobs
+                            else {"actions": {"upload": {"href": f"{hub.url}/upload/{o['oid']}"}}}
+                        )
+                        for o in objects
+                    ],
+                },
+            )
         if "/commit/" in path:
             repo = path.split("/commit/")[0].removeprefix("/api/models/")
             for line in map(json.loads, body.splitlines()):
@@ -144,6 +176,13 @@ class _Handler(BaseHTTPRequestHandler):
                     hub.repos[repo][value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":
                     hub.repos[repo][value["path"]] = hub.blobs[value["oid"]]
-            return self.answer(200, {"success": True, "commitOid": "c" * 40,
-                                     "commitUrl": f"{hub.url}/{repo}/commit/{'c' * 40}", "hookOutput": ""})
+            return self.answer(
+                200,
+                {
+                    "success": True,
+                    "commitOid": "c" * 40,
+                    "commitUrl": f"{hub.url}/{repo}/commit/{'c' * 40}",
+                    "hookOutput": "",
+                },
+            )
         return self.answer(404, {"error": f"no {path}"})

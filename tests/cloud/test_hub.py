@@ -17,8 +17,26 @@ from tests.forked_process import run_course
 from tests.long_cases import some
 
 COURSE = Path(sys.executable).parent / "course"
-TINY = ["--model", "tiny-bert", "--max_train_samples", "32", "--max_eval_samples", "16", "--max_steps", "2",
-        "--max_length", "32", "--baselines", "false", "--progress_bar", "false", "--device", "cpu", "--save_steps", "1"]
+TINY = [
+    "--model",
+    "tiny-bert",
+    "--max_train_samples",
+    "32",
+    "--max_eval_samples",
+    "16",
+    "--max_steps",
+    "2",
+    "--max_length",
+    "32",
+    "--baselines",
+    "false",
+    "--progress_bar",
+    "false",
+    "--device",
+    "cpu",
+    "--save_steps",
+    "1",
+]
 
 
 def run(*arguments, url, token, home, check=None):
@@ -38,8 +56,19 @@ def pushed(request, tmp_path_factory):
     """A run that trains and pushes to a private repository, in one of the two upload modes."""
     folder = tmp_path_factory.mktemp(request.param)
     with Hub(request.param) as hub:
-        done = run("train", *TINY, "--output_dir", folder / "run", "--push_to_hub", "tweets-bert", "--hub_private",
-                   url=hub.url, token=TOKEN, home=folder / "home", check=0)
+        done = run(
+            "train",
+            *TINY,
+            "--output_dir",
+            folder / "run",
+            "--push_to_hub",
+            "tweets-bert",
+            "--hub_private",
+            url=hub.url,
+            token=TOKEN,
+            home=folder / "home",
+            check=0,
+        )
         yield hub, folder, done
 
 
@@ -69,10 +98,14 @@ def test_the_model_comes_back(pushed, tmp_path, monkeypatch):
     hub, folder, _ = pushed
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    config, _ = (hf_hub_download("learner/tweets-bert", name, endpoint=hub.url, token=TOKEN, cache_dir=tmp_path)
-                 for name in ("config.json", "model.safetensors"))
-    back, kept = (AutoModelForSequenceClassification.from_pretrained(path).state_dict()
-                  for path in (Path(config).parent, folder / "run" / "model"))
+    config, _ = (
+        hf_hub_download("learner/tweets-bert", name, endpoint=hub.url, token=TOKEN, cache_dir=tmp_path)
+        for name in ("config.json", "model.safetensors")
+    )
+    back, kept = (
+        AutoModelForSequenceClassification.from_pretrained(path).state_dict()
+        for path in (Path(config).parent, folder / "run" / "model")
+    )
     assert back.keys() == kept.keys() and all(torch.equal(back[name], kept[name]) for name in kept)
 
 
@@ -123,23 +156,45 @@ def unused_port():
         return free.getsockname()[1]
 
 
-@pytest.mark.parametrize(("token", "told"), [
-    (None, "push_to_hub needs a token of the Hub, and there is none: set HF_TOKEN"),
-    ("hf_unknownTOKEN0123456789", "the Hub does not know the token"),
-    (LIMITED, "the token has no right to write there"),
-], ids=["none", "unknown", "read-only"])
+@pytest.mark.parametrize(
+    ("token", "told"),
+    [
+        (None, "push_to_hub needs a token of the Hub, and there is none: set HF_TOKEN"),
+        ("hf_unknownTOKEN0123456789", "the Hub does not know the token"),
+        (LIMITED, "the token has no right to write there"),
+    ],
+    ids=["none", "unknown", "read-only"],
+)
 def test_a_token_that_will_not_do_is_refused_before_training(tmp_path, token, told):
     with Hub() as hub:
-        done = run("train", *TINY, "--output_dir", tmp_path / "run", "--push_to_hub", "x", url=hub.url, token=token,
-                   home=tmp_path, check=1)
+        done = run(
+            "train",
+            *TINY,
+            "--output_dir",
+            tmp_path / "run",
+            "--push_to_hub",
+            "x",
+            url=hub.url,
+            token=token,
+            home=tmp_path,
+            check=1,
+        )
     assert told in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists() and not (token and token in done.stderr)
 
 
 def test_no_network_is_one_line_and_the_model_stays(model, tmp_path):
     before = snapshot(model)
-    done = run("push", model, "--push_to_hub", "x", url=f"http://127.0.0.1:{unused_port()}", token=TOKEN, home=tmp_path,
-               check=1)
+    done = run(
+        "push",
+        model,
+        "--push_to_hub",
+        "x",
+        url=f"http://127.0.0.1:{unused_port()}",
+        token=TOKEN,
+        home=tmp_path,
+        check=1,
+    )
     assert "cannot be reached" in done.stderr and "the model is whole" in done.stderr
     assert snapshot(model) == before
 

@@ -21,8 +21,16 @@ from course_lib.commands.options import config_from
 from course_lib.config import build
 from course_lib.launching.interrupts import NOTE
 
-CONFIG = build({"model": "tiny-bert", "run_name": "it's a run", "max_steps": 4, "output_dir": "runs/my job",
-                "text_column": None, "group_by_length": False})
+CONFIG = build(
+    {
+        "model": "tiny-bert",
+        "run_name": "it's a run",
+        "max_steps": 4,
+        "output_dir": "runs/my job",
+        "text_column": None,
+        "group_by_length": False,
+    }
+)
 JOB = Job(CONFIG, "ml.p4d.24xlarge", 2, 8, max_hours=2.5, spot=True, max_wait_hours=5, name="tweets")
 ALONE = Job(CONFIG, "ml.m5.xlarge", 1, 2)
 
@@ -48,8 +56,13 @@ def test_bash_torchrun_and_the_trainer_read_it(name, job):
     checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
     assert checked.returncode == 0 and not checked.stderr
     line = next(line for line in text.replace("\\\n", " ").splitlines() if "torchrun --" in line)
-    for variable, value in {"$SLURM_NNODES": "2", "$SKYPILOT_NUM_NODES": "2", "$SKYPILOT_NODE_RANK": "1",
-                            "$SLURM_JOB_ID": "7", "$head": "10.0.0.1"}.items():
+    for variable, value in {
+        "$SLURM_NNODES": "2",
+        "$SKYPILOT_NUM_NODES": "2",
+        "$SKYPILOT_NODE_RANK": "1",
+        "$SLURM_JOB_ID": "7",
+        "$head": "10.0.0.1",
+    }.items():
         line = line.replace(variable, value)
     words = shlex.split(line)
     parsed = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
@@ -61,25 +74,37 @@ def test_bash_torchrun_and_the_trainer_read_it(name, job):
 
 def test_the_directives_of_slurm():
     given = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", written("slurm"), re.MULTILINE))
-    assert given == {"job-name": "tweets", "nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "8", "exclusive": "",
-                     "time": "02:30:00", "signal": "TERM@120", "requeue": "", "open-mode": "append",
-                     "output": "%x-%j.log"}
+    assert given == {
+        "job-name": "tweets",
+        "nodes": "2",
+        "ntasks-per-node": "1",
+        "gpus-per-node": "8",
+        "exclusive": "",
+        "time": "02:30:00",
+        "signal": "TERM@120",
+        "requeue": "",
+        "open-mode": "append",
+        "output": "%x-%j.log",
+    }
     assert "gpus-per-node" not in written("slurm", ALONE)
     text = written("slurm")
     assert text.startswith("#!/bin/bash\n#SBATCH"), "sbatch reads directives up to the first command"
 
 
-@pytest.mark.parametrize(("ranks", "told", "code"), [
-    ("true", "", 0), ("false", "", 1), ("touch 'runs/my job/interrupted.json'; false", "requeue", 1)],
-    ids=["finished", "failed", "asked-to-stop"])
+@pytest.mark.parametrize(
+    ("ranks", "told", "code"),
+    [("true", "", 0), ("false", "", 1), ("touch 'runs/my job/interrupted.json'; false", "requeue", 1)],
+    ids=["finished", "failed", "asked-to-stop"],
+)
 def test_slurm_puts_the_job_back_where_the_ranks_were_asked_to_stop(tmp_path, ranks, told, code):
     (tmp_path / "runs" / "my job").mkdir(parents=True)
     (tmp_path / "runs" / "my job" / NOTE).touch()  # of the time before
     lines = written("slurm").splitlines()
     [forget] = [line for line in lines if line.startswith("rm -f")]
-    script = ["scontrol() { echo $1; }", forget, ranks, *lines[lines.index("code=$?"):]]
-    done = subprocess.run(["bash", "-uc", "\n".join(script)], cwd=tmp_path, text=True, capture_output=True,
-                          env={"SLURM_JOB_ID": "7"})
+    script = ["scontrol() { echo $1; }", forget, ranks, *lines[lines.index("code=$?") :]]
+    done = subprocess.run(
+        ["bash", "-uc", "\n".join(script)], cwd=tmp_path, text=True, capture_output=True, env={"SLURM_JOB_ID": "7"}
+    )
     assert (done.stdout.strip(), done.returncode, done.stderr) == (told, code, "")
 
 
@@ -103,8 +128,15 @@ def test_the_resources_of_skypilots_task():
 
 
 def test_the_command_prints_and_writes_them(tmp_path, capsys):
-    options = ["submit", "--instance_type", "ml.g5.12xlarge", "--local_dir", str(tmp_path / "out"), "--model",
-               "tiny-bert"]
+    options = [
+        "submit",
+        "--instance_type",
+        "ml.g5.12xlarge",
+        "--local_dir",
+        str(tmp_path / "out"),
+        "--model",
+        "tiny-bert",
+    ]
     for name, (file, _) in LAUNCHERS.items():
         assert cli.main([*options, "--to", name, "--dry_run"]) == 0
         printed = capsys.readouterr().out

@@ -32,8 +32,13 @@ def load(tmp_path_factory):
     """A function that gives tasks to SkyPilot: for each what it loaded, or what it said."""
     folder, home = tmp_path_factory.mktemp("sky"), tmp_path_factory.mktemp("home")
     command, settings = bootstrap.uv_command(Path(sys.prefix), "install", str(PINS))
-    done = subprocess.run([*command, "--no-deps", "--target", str(folder), "-r", str(PINS)], env=os.environ | settings,
-                          capture_output=True, text=True, timeout=480)
+    done = subprocess.run(
+        [*command, "--no-deps", "--target", str(folder), "-r", str(PINS)],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=480,
+    )
     if "error sending request" in done.stderr:
         pytest.skip(f"SkyPilot was not run: it cannot be downloaded here: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
@@ -43,8 +48,15 @@ def load(tmp_path_factory):
     env = os.environ | {"HOME": str(home), "PYTHONPATH": str(folder), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
 
     def loaded(*texts):
-        done = subprocess.run([sys.executable, ROOT / "tests/cloud/skypilot_task.py"], input=json.dumps(texts),
-                              env=env, cwd=home, capture_output=True, text=True, timeout=480)
+        done = subprocess.run(
+            [sys.executable, ROOT / "tests/cloud/skypilot_task.py"],
+            input=json.dumps(texts),
+            env=env,
+            cwd=home,
+            capture_output=True,
+            text=True,
+            timeout=480,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
@@ -54,19 +66,34 @@ def load(tmp_path_factory):
 @pytest.mark.long  # SkyPilot's packages are downloaded
 def test_skypilot_loads_both_tasks_and_refuses_wrong_ones(load):
     texts = [skypilot(JOB), skypilot(ALONE)]
-    wrong = {"num_nodes: 2": ("num_node: 2", "Instead of 'num_node', did you mean 'num_nodes'?"),
-             "use_spot: true": ("use_spots: true", "did you mean 'use_spot'?"),
-             "disk_size: 256": ("disk_size: big", "'big' does not match"),
-             "A100:8": ("A100:eight", "should be <name> or <name>:<cnt>"),
-             "FAILOVER": ("SOMETIMES", "SOMETIMES"),
-             "workdir: .": ("workdir: ./nowhere", "nowhere")}
+    wrong = {
+        "num_nodes: 2": ("num_node: 2", "Instead of 'num_node', did you mean 'num_nodes'?"),
+        "use_spot: true": ("use_spots: true", "did you mean 'use_spot'?"),
+        "disk_size: 256": ("disk_size: big", "'big' does not match"),
+        "A100:8": ("A100:eight", "should be <name> or <name>:<cnt>"),
+        "FAILOVER": ("SOMETIMES", "SOMETIMES"),
+        "workdir: .": ("workdir: ./nowhere", "nowhere"),
+    }
     assert all(text in texts[0] for text in wrong)
     ours, alone, *refused = load(*texts, *(texts[0].replace(right, new) for right, (new, _) in wrong.items()))
-    same = {"name": "tweets", "num_nodes": 2, "accelerators": {"A100": 8}, "cpus": None, "disk_size": 256,
-            "spot": True, "recovery": "FailoverStrategyExecutor"}
+    same = {
+        "name": "tweets",
+        "num_nodes": 2,
+        "accelerators": {"A100": 8},
+        "cpus": None,
+        "disk_size": 256,
+        "spot": True,
+        "recovery": "FailoverStrategyExecutor",
+    }
     assert {key: ours[key] for key in same} == same
     assert {key: alone[key] for key in same} == same | {
-        "name": "course", "num_nodes": 1, "accelerators": None, "cpus": "4+", "spot": False, "recovery": None}
+        "name": "course",
+        "num_nodes": 1,
+        "accelerators": None,
+        "cpus": "4+",
+        "spot": False,
+        "recovery": None,
+    }
     for task, text in zip((ours, alone), texts, strict=True):
         given = yaml.safe_load(text)
         assert Path(task["workdir"]).is_absolute() and task["setup"] == given["setup"] and task["run"] == given["run"]

@@ -54,10 +54,21 @@ def request_of():
 def spot(request_of, tmp_path_factory):
     rows = tmp_path_factory.mktemp("rows") / "train.csv"
     rows.write_text("text,label\nfine,good\nawful,bad\n")
-    config = build({"model": "tiny-bert", "dataset": str(rows), "max_steps": 4, "num_processes": 16,
-                    "resume_from_checkpoint": "s3://mine/checkpoints"})
-    return request_of(job(config=config, max_hours=3, spot=True, max_wait_hours=5, name="tweets"), bucket="mine",
-                      tags={"team": "nlp"}, environment={"NCCL_DEBUG": "INFO"})
+    config = build(
+        {
+            "model": "tiny-bert",
+            "dataset": str(rows),
+            "max_steps": 4,
+            "num_processes": 16,
+            "resume_from_checkpoint": "s3://mine/checkpoints",
+        }
+    )
+    return request_of(
+        job(config=config, max_hours=3, spot=True, max_wait_hours=5, name="tweets"),
+        bucket="mine",
+        tags={"team": "nlp"},
+        environment={"NCCL_DEBUG": "INFO"},
+    )
 
 
 def test_machines_time_and_spot(spot):
@@ -71,13 +82,16 @@ def test_place_tags_environment_role_and_image(spot):
     assert spot["RoleArn"] == ROLE and re.fullmatch(r"tweets-\d+", spot["TrainingJobName"])
     assert spot["OutputDataConfig"]["S3OutputPath"] == "s3://mine/tweets/output"
     assert spot["Tags"] == [{"Key": "team", "Value": "nlp"}] and spot["Environment"] == {"NCCL_DEBUG": "INFO"}
-    assert re.fullmatch(r"\d{12}\.dkr\.ecr\.us-east-1\.amazonaws\.com/pytorch-training:[\d.]+-gpu-py\d+.*",
-                        spot["AlgorithmSpecification"]["TrainingImage"])
+    assert re.fullmatch(
+        r"\d{12}\.dkr\.ecr\.us-east-1\.amazonaws\.com/pytorch-training:[\d.]+-gpu-py\d+.*",
+        spot["AlgorithmSpecification"]["TrainingImage"],
+    )
 
 
 def test_channels_are_the_data_the_code_and_the_drivers(spot):
-    channels = {channel["ChannelName"]: channel["DataSource"]["S3DataSource"]["S3Uri"]
-                for channel in spot["InputDataConfig"]}
+    channels = {
+        channel["ChannelName"]: channel["DataSource"]["S3DataSource"]["S3Uri"] for channel in spot["InputDataConfig"]
+    }
     assert channels.keys() == {"dataset", "code", "sm_drivers"}
     assert all(uri.startswith("s3://mine/tweets/") for uri in channels.values())
 
@@ -89,11 +103,22 @@ def test_hyperparameters_are_options_of_the_trainer_and_give_the_same_run(spot):
 
 
 def test_every_field_survives_the_way_through_the_drivers():
-    values = {"model": "tiny-gpt2", "task": "causal_lm", "learning_rate": 3e-4, "eval_steps": 0, "run_name": "7",
-              "split_spec": None, "save_total_limit": None, "group_by_length": False, "tracker": "jsonl,wandb"}
+    values = {
+        "model": "tiny-gpt2",
+        "task": "causal_lm",
+        "learning_rate": 3e-4,
+        "eval_steps": 0,
+        "run_name": "7",
+        "split_spec": None,
+        "save_total_limit": None,
+        "group_by_length": False,
+        "tracker": "jsonl,wandb",
+    }
     config = build(values)
-    through = {name: json.loads(json.dumps(_deserialized(text)))
-               for name, text in sagemaker.hyperparameters(job(config=config, instance_count=1)).items()}
+    through = {
+        name: json.loads(json.dumps(_deserialized(text)))
+        for name, text in sagemaker.hyperparameters(job(config=config, instance_count=1)).items()
+    }
     back = load([], {name: value if isinstance(value, str) else json.dumps(value) for name, value in through.items()})
     assert back.replace(progress_bar=True) == config
 
@@ -137,16 +162,32 @@ def test_metric_definitions_read_what_the_trainer_logs(tmp_path):
     from course_lib.training import run as runs
 
     printed = []
-    config = build({"model": "tiny-bert", "max_train_samples": 32, "max_eval_samples": 16, "max_steps": 2,
-                    "max_length": 16, "batch_size": 8, "logging_steps": 1, "baselines": False, "progress_bar": False,
-                    "training_type": "basic", "device": "cpu", "tracker": "none", "output_dir": str(tmp_path / "run")})
+    config = build(
+        {
+            "model": "tiny-bert",
+            "max_train_samples": 32,
+            "max_eval_samples": 16,
+            "max_steps": 2,
+            "max_length": 16,
+            "batch_size": 8,
+            "logging_steps": 1,
+            "baselines": False,
+            "progress_bar": False,
+            "training_type": "basic",
+            "device": "cpu",
+            "tracker": "none",
+            "output_dir": str(tmp_path / "run"),
+        }
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SM_MODEL_DIR", str(tmp_path / "ml" / "model"))
         patch.setattr("builtins.print", lambda *parts, **_: printed.append(" ".join(map(str, parts))))
         runs.train(config, container.metric_lines())
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    values = {name: [float(match[1]) for line in printed if (match := re.search(regex, line))]
-              for name, regex in sagemaker.metric_definitions().items()}
+    values = {
+        name: [float(match[1]) for line in printed if (match := re.search(regex, line))]
+        for name, regex in sagemaker.metric_definitions().items()
+    }
     for name, field in sagemaker.METRICS.items():
         assert values[name] == pytest.approx([line[field] for line in logged if field in line], rel=1e-5), name
     assert len(values) == 8 and len(values["train:loss"]) == 2 and len(values["eval:macro_f1"]) == 1
@@ -164,7 +205,14 @@ def test_the_containers_arguments(tmp_path):
     inside = container.discover({"SM_MODEL_DIR": str(tmp_path / "model"), "SM_CHANNEL_DATASET": str(rows)})
     place, resume = ["--output_dir", str(tmp_path / "checkpoints")], ["--resume_from_checkpoint", "auto"]
     assert inside.arguments(["--max_steps", "4"]) == [
-        "train", "--max_steps", "4", "--dataset", str(rows / "train.csv"), *place, *resume]
+        "train",
+        "--max_steps",
+        "4",
+        "--dataset",
+        str(rows / "train.csv"),
+        *place,
+        *resume,
+    ]
     (rows / "test.csv").touch()
     assert inside.arguments([]) == ["train", "--dataset", str(rows), *place, *resume]
     for given in ("--resume_from_checkpoint=latest", "--overwrite_output_dir"):
@@ -185,8 +233,13 @@ def test_machines_without_a_shared_disk_each_keep_their_part_of_a_checkpoint(tmp
     together = threading.Barrier(2)
 
     def machine(rank):
-        checkpoint.write(tmp_path / f"machine{rank}", 2, lambda folder: (folder / f"rank{rank}").touch(),
-                         is_main=rank == 0, barrier=together.wait)
+        checkpoint.write(
+            tmp_path / f"machine{rank}",
+            2,
+            lambda folder: (folder / f"rank{rank}").touch(),
+            is_main=rank == 0,
+            barrier=together.wait,
+        )
 
     with ThreadPoolExecutor(2) as machines:
         list(machines.map(machine, (0, 1)))
@@ -206,38 +259,54 @@ def test_cost_is_bounded_by_price_machines_and_hours():
     assert accelerators("ml.p4d.24xlarge") == 8 and accelerators("ml.m5.xlarge") == 1
 
 
-@pytest.mark.parametrize(("build_it", "told"), [
-    (lambda: job(config=build({"num_processes": 3})), "num_processes is 3, and 2 × ml.p4d.24xlarge start 8 each"),
-    (lambda: job(spot=True, keep_alive_minutes=5), "a warm pool cannot be kept on spot capacity"),
-    (lambda: job(max_hours=0), "max_hours 0"),
-    (lambda: job(spot=True, max_hours=4, max_wait_hours=2), "max_wait_hours 2"),
-    (lambda: job(config=build({"training_type": "basic"})), "training_type basic runs one process, not 16"),
-    (lambda: job(name="my job"), "job name `my job`"),
-    (lambda: accelerators("ml.p4d.huge"), "ml.p4d.huge"),
-    (lambda: accelerators("H100"), "`H100` is no SageMaker instance"),
-    (lambda: Account("admin"), "role `admin` is no ARN of a role"),
-    (lambda: Account(ROLE, environment={"WANDB_API_KEY": "x"}),
-     "environment variable WANDB_API_KEY would be readable to anyone who may describe the job"),
-    (lambda: sagemaker.hyperparameters(job(config=build({"run_name": "it's"}))), "run_name it's cannot travel"),
-    (lambda: sagemaker.request(job(config=build({"resume_from_checkpoint": "latest"})), Account(ROLE)),
-     "resume_from_checkpoint latest is on this machine"),
-], ids=lambda value: value if isinstance(value, str) else "job")
+@pytest.mark.parametrize(
+    ("build_it", "told"),
+    [
+        (lambda: job(config=build({"num_processes": 3})), "num_processes is 3, and 2 × ml.p4d.24xlarge start 8 each"),
+        (lambda: job(spot=True, keep_alive_minutes=5), "a warm pool cannot be kept on spot capacity"),
+        (lambda: job(max_hours=0), "max_hours 0"),
+        (lambda: job(spot=True, max_hours=4, max_wait_hours=2), "max_wait_hours 2"),
+        (lambda: job(config=build({"training_type": "basic"})), "training_type basic runs one process, not 16"),
+        (lambda: job(name="my job"), "job name `my job`"),
+        (lambda: accelerators("ml.p4d.huge"), "ml.p4d.huge"),
+        (lambda: accelerators("H100"), "`H100` is no SageMaker instance"),
+        (lambda: Account("admin"), "role `admin` is no ARN of a role"),
+        (
+            lambda: Account(ROLE, environment={"WANDB_API_KEY": "x"}),
+            "environment variable WANDB_API_KEY would be readable to anyone who may describe the job",
+        ),
+        (lambda: sagemaker.hyperparameters(job(config=build({"run_name": "it's"}))), "run_name it's cannot travel"),
+        (
+            lambda: sagemaker.request(job(config=build({"resume_from_checkpoint": "latest"})), Account(ROLE)),
+            "resume_from_checkpoint latest is on this machine",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "job",
+)
 def test_what_cannot_work_is_refused_with_the_reason(build_it, told):
     with pytest.raises((ConfigError, CloudError)) as refused:
         build_it()
     assert told in str(refused.value) and refused.value.instead
 
 
-@pytest.mark.parametrize(("more", "keys", "told"), [
-    ([], False, "is no ARN of a role"),
-    pytest.param(["--role", ROLE], False, "no AWS credentials were found", marks=pytest.mark.long),
-    (["--role", ROLE], True, "AWS cannot be used: Could not connect to the endpoint URL"),
-], ids=["no role", "no credentials", "no network"])
+@pytest.mark.parametrize(
+    ("more", "keys", "told"),
+    [
+        ([], False, "is no ARN of a role"),
+        pytest.param(["--role", ROLE], False, "no AWS credentials were found", marks=pytest.mark.long),
+        (["--role", ROLE], True, "AWS cannot be used: Could not connect to the endpoint URL"),
+    ],
+    ids=["no role", "no credentials", "no network"],
+)
 def test_what_the_job_costs_and_what_lacks_is_said_before_anything_is_sent(tmp_path, monkeypatch, more, keys, told):
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    env = {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
-           "AWS_MAX_ATTEMPTS": "1"}
+    env = {
+        "HOME": str(tmp_path),
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+        "AWS_MAX_ATTEMPTS": "1",
+    }
     if keys:
         env |= {"AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE", "AWS_SECRET_ACCESS_KEY": "x" * 40}
     done = run_course("submit", "--instance_type", "ml.g5.xlarge", "--model", "tiny-bert", *more, **env)
@@ -253,8 +322,11 @@ def test_a_dear_job_needs_a_yes(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("yes\n"))
     assert cli.main(dear) == 2 and not sent, "nobody sits at a pipe"
     line = capsys.readouterr().err.splitlines()[-1]
-    assert re.fullmatch(r"course: the job can cost \$\d+\.\d\d, and more than \$10 needs a yes: add --yes, or lower "
-                        r"--max_hours\. Try: course submit .* --yes", line), line
+    assert re.fullmatch(
+        r"course: the job can cost \$\d+\.\d\d, and more than \$10 needs a yes: add --yes, or lower "
+        r"--max_hours\. Try: course submit .* --yes",
+        line,
+    ), line
     assert cli.main([*dear, "--yes"]) == 0 and sent.pop().max_hours == 2
     assert cli.main(["submit", "--instance_type", "ml.g5.xlarge", "--role", ROLE]) == 0 and sent.pop()
     for answer, code in (("n\n", 2), ("\n", 2), ("", 2), ("y\n", 0)):
@@ -266,8 +338,24 @@ def test_a_dear_job_needs_a_yes(monkeypatch, capsys):
 
 
 def test_the_dry_run_prints_the_request_and_nothing_else(capsys):
-    assert cli.main(["submit", "--dry_run", "--instance_type", "ml.g5.xlarge", "--model", "tiny-bert", "--warm_pool",
-                     "--tag", "team=nlp", "--environment", "NCCL_DEBUG=INFO"]) == 0
+    assert (
+        cli.main(
+            [
+                "submit",
+                "--dry_run",
+                "--instance_type",
+                "ml.g5.xlarge",
+                "--model",
+                "tiny-bert",
+                "--warm_pool",
+                "--tag",
+                "team=nlp",
+                "--environment",
+                "NCCL_DEBUG=INFO",
+            ]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     request = json.loads(out)
     assert request["ResourceConfig"]["KeepAlivePeriodInSeconds"] == 900 and "for the warm pool" in err

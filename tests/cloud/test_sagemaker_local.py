@@ -17,18 +17,63 @@ from course_lib.cloud.stand_in import ROLE, stand_in
 from course_lib.launching.netns import in_own_network
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-m", "course_lib", "submit", "--local", "--config", "configs/quickstart.yaml",
-           "--instance_type", "ml.m5.xlarge", "--model", "tiny-bert", "--max_train_samples", "64", "--batch_size", "4",
-           "--max_eval_samples", "32", "--max_length", "32", "--max_steps", "4", "--logging_steps", "2",
-           "--baselines", "false", "--device", "cpu", "--tracker", "none"]
-RUINED = ["--eval_steps", "1", "--best_metric", "loss", "--learning_rate", "0.5", "--max_grad_norm", "0",
-          "--lr_scheduler", "constant", "--warmup_ratio", "0"]  # the first evaluation stays the best
+COMMAND = [
+    sys.executable,
+    "-m",
+    "course_lib",
+    "submit",
+    "--local",
+    "--config",
+    "configs/quickstart.yaml",
+    "--instance_type",
+    "ml.m5.xlarge",
+    "--model",
+    "tiny-bert",
+    "--max_train_samples",
+    "64",
+    "--batch_size",
+    "4",
+    "--max_eval_samples",
+    "32",
+    "--max_length",
+    "32",
+    "--max_steps",
+    "4",
+    "--logging_steps",
+    "2",
+    "--baselines",
+    "false",
+    "--device",
+    "cpu",
+    "--tracker",
+    "none",
+]
+RUINED = [
+    "--eval_steps",
+    "1",
+    "--best_metric",
+    "loss",
+    "--learning_rate",
+    "0.5",
+    "--max_grad_norm",
+    "0",
+    "--lr_scheduler",
+    "constant",
+    "--warmup_ratio",
+    "0",
+]  # the first evaluation stays the best
 
 
 def submit(folder, *more):
     env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-    return subprocess.run([*COMMAND, "--local_dir", str(folder), *more], cwd=ROOT, capture_output=True, text=True,
-                          timeout=960, env=env | {"WANDB_API_KEY": "secret-of-this-machine"})
+    return subprocess.run(
+        [*COMMAND, "--local_dir", str(folder), *more],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=960,
+        env=env | {"WANDB_API_KEY": "secret-of-this-machine"},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +94,8 @@ def test_both_instances_trained_together_and_their_log_was_streamed(two):
     assert "[algo-1] metrics: step=4 " in done.stdout and "[algo-2] metrics" not in done.stdout
     assert "processes    2 (cpu" in done.stdout
     assert (job / "log.txt").read_text().splitlines() == [
-        line for line in done.stdout.splitlines() if line.startswith("[algo-")]
+        line for line in done.stdout.splitlines() if line.startswith("[algo-")
+    ]
 
 
 @pytest.mark.long
@@ -122,7 +168,8 @@ def test_folders_go_to_s3_and_come_back(tmp_path):
 def test_the_three_literals(tmp_path):
     here = Instance(tmp_path, 1, 2, 4321).here
     assert here('cd /opt/ml/input; M = "algo-1"; P = 7777; Q = 17777') == (
-        f'cd {tmp_path}/input; M = "127.0.0.1"; P = 4321; Q = 17777')
+        f'cd {tmp_path}/input; M = "127.0.0.1"; P = 4321; Q = 17777'
+    )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -132,12 +179,18 @@ def test_the_sdks_own_waiting_sees_somebody_elses_script_fail(tmp_path):
     from sagemaker.core.utils.exceptions import FailedStatusError
     from sagemaker.train import ModelTrainer
 
-    (tmp_path / "fails.py").write_text("import os, sys\nopen(os.environ['SM_OUTPUT_FAILURE'], 'w').write('no luck')\n"
-                                       "open(os.environ['SM_MODEL_DIR'] + '/half', 'w').close()\nsys.exit(3)\n")
+    (tmp_path / "fails.py").write_text(
+        "import os, sys\nopen(os.environ['SM_OUTPUT_FAILURE'], 'w').write('no luck')\n"
+        "open(os.environ['SM_MODEL_DIR'] + '/half', 'w').close()\nsys.exit(3)\n"
+    )
     with playing() as player:
-        trainer = ModelTrainer(training_image="image", role=ROLE, base_job_name="theirs",
-                               sagemaker_session=Session(player.boto_session, sagemaker_config=NO_TELEMETRY),
-                               source_code=SourceCode(source_dir=str(tmp_path), entry_script="fails.py"),
-                               compute=Compute(instance_type="ml.m5.xlarge", instance_count=1))
+        trainer = ModelTrainer(
+            training_image="image",
+            role=ROLE,
+            base_job_name="theirs",
+            sagemaker_session=Session(player.boto_session, sagemaker_config=NO_TELEMETRY),
+            source_code=SourceCode(source_dir=str(tmp_path), entry_script="fails.py"),
+            compute=Compute(instance_type="ml.m5.xlarge", instance_count=1),
+        )
         with pytest.raises(FailedStatusError, match="AlgorithmError: no luck, exit code: 3"):
             trainer.train(wait=True, logs=True)

@@ -13,9 +13,28 @@ from course_lib.launching.launch_environment import reserved_port
 from tests.narrow_presets import narrow_presets  # noqa: F401
 
 CLI = Path(cli.__file__)
-QUICK = ("--model", "tiny-bert", "--max_train_samples", "120", "--max_eval_samples", "61", "--max_length", "32",
-         "--batch_size", "4", "--max_steps", "6", "--logging_steps", "1", "--progress_bar", "false",
-         "--save_steps", "3", "--learning_rate", "1e-3")
+QUICK = (
+    "--model",
+    "tiny-bert",
+    "--max_train_samples",
+    "120",
+    "--max_eval_samples",
+    "61",
+    "--max_length",
+    "32",
+    "--batch_size",
+    "4",
+    "--max_steps",
+    "6",
+    "--logging_steps",
+    "1",
+    "--progress_bar",
+    "false",
+    "--save_steps",
+    "3",
+    "--learning_rate",
+    "1e-3",
+)
 
 
 @pytest.fixture
@@ -44,8 +63,13 @@ def command(*arguments, launcher=()):
 
 def run(*arguments, launcher=(), timeout=960, **env):
     """Run a real process to its end; a time-out ends all that it started."""
-    process = subprocess.Popen(command(*arguments, launcher=launcher), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True, env=os.environ | env)
+    process = subprocess.Popen(
+        command(*arguments, launcher=launcher),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | env,
+    )
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

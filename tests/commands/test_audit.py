@@ -6,7 +6,7 @@ import pytest
 
 from tests.forked_process import run_course
 
-TRAINING = '''
+TRAINING = """
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,7 +32,7 @@ def make(layout, divided=False):
 
 def right(layout):
     return make(layout, divided=True)
-'''
+"""
 
 
 @pytest.fixture
@@ -52,7 +52,8 @@ def test_a_wrong_factor_is_told_with_the_axis_and_that_nothing_else_shows_it(tra
     assert lines[1].split() == ["dp2", lines[1].split()[1], "2", "0", "of", "4"] and float(lines[1].split()[1]) < 1e-6
     assert " ".join(" ".join(lines[2:4]).split()) == (
         "`0.weight`, `0.bias`, `2.weight` and 1 more: 2 times the reference, the size of dp: summed over it once too "
-        "often, or not divided by it")
+        "often, or not divided by it"
+    )
     assert "the losses and the weights after them do not show it in two steps" in lines[4]
     assert "and 1 more: 3 times the reference, the size of dp" in done.stdout
 
@@ -64,11 +65,15 @@ def test_a_right_one_ends_with_0_and_json_has_every_parameter(training):
     assert [g["name"] for g in told["verdicts"][0]["gradients"]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["{file}:mak"], "has no function `mak`: give FILE.py:FUNCTION"),
-    (["nofile.py:make"], "cannot read nofile.py: give a file and a function, as my_training.py:make"),
-    (["{file}:make", "--axes", "dp,xx"], "unknown axis 'xx' of a layout: use pp, dp, shard, cp, ep, tp"),
-    (["{file}:make", "--ranks", "1"], "layouts of up to 1 ranks: take 2 or more")])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{file}:mak"], "has no function `mak`: give FILE.py:FUNCTION"),
+        (["nofile.py:make"], "cannot read nofile.py: give a file and a function, as my_training.py:make"),
+        (["{file}:make", "--axes", "dp,xx"], "unknown axis 'xx' of a layout: use pp, dp, shard, cp, ep, tp"),
+        (["{file}:make", "--ranks", "1"], "layouts of up to 1 ranks: take 2 or more"),
+    ],
+)
 def test_bad_input_is_one_line(training, arguments, said):
     done = run_course("audit", *(argument.replace("{file}", str(training)) for argument in arguments))
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.strip().splitlines()) == 1
@@ -78,4 +83,4 @@ def test_what_raises_is_told_by_its_line(training):
     training.write_text(TRAINING.replace("dist.all_reduce(parameter.grad)", "raise ValueError('no')"))
     done = run_course("audit", f"{training}:make", "--ranks", "2")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "one process: rank 0 raised ValueError: no" in done.stderr and "my_training.py\", line 16" in done.stderr
+    assert "one process: rank 0 raised ValueError: no" in done.stderr and 'my_training.py", line 16' in done.stderr

@@ -42,8 +42,10 @@ def splits(folder, **files):
 # What is wrong, the options that say so, and what the line has to tell.
 CASES = {
     "unknown command": (lambda f: ("trian",), ["unknown command `trian`", "`train`"]),
-    "unknown option": (lambda f: (*BASE, "--learning-rat", "1"),
-                       ["unknown option `--learning_rat`", "`--learning_rate`"]),
+    "unknown option": (
+        lambda f: (*BASE, "--learning-rat", "1"),
+        ["unknown option `--learning_rat`", "`--learning_rate`"],
+    ),
     "stray word": (lambda f: (*BASE, "fast"), ["`fast`"]),
     "option without value": (lambda f: (*BASE, "--seed"), ["expected one argument"]),
     "unknown model": (lambda f: (*BASE, "--model", "tiny-brt"), ["tiny-brt", "`tiny-bert`"]),
@@ -52,13 +54,17 @@ CASES = {
     "missing data file": (lambda f: (*BASE, "--dataset", str(f / "none.csv")), ["none.csv"]),
     "unknown column": (lambda f: (*BASE, "--dataset", csv(f, rows("ab")), "--text_column", "txt"), ["txt", "`text`"]),
     "no such split": (lambda f: (*BASE, "--train_split", "trian"), ["trian", "`train`"]),
-    "unknown YAML key": (lambda f: (*BASE, "--config", csv(f, "run:\n  bath_size: 2\n", "c.yaml")),
-                         ["unknown key `run.bath_size`", "`batch_size`"]),
+    "unknown YAML key": (
+        lambda f: (*BASE, "--config", csv(f, "run:\n  bath_size: 2\n", "c.yaml")),
+        ["unknown key `run.bath_size`", "`batch_size`"],
+    ),
     "missing YAML file": (lambda f: (*BASE, "--config", str(f / "c.yaml")), ["no config file"]),
     "not UTF-8": (lambda f: (*BASE, "--dataset", unreadable(f)), ["latin.csv", "UTF-8"]),
     "empty file": (lambda f: (*BASE, "--dataset", csv(f, "")), ["data.csv"]),
-    "empty split": (lambda f: (*BASE, "--dataset", splits(f, train=rows("ab"), validation="text,label\n")),
-                    ["validation"]),
+    "empty split": (
+        lambda f: (*BASE, "--dataset", splits(f, train=rows("ab"), validation="text,label\n")),
+        ["validation"],
+    ),
     "missing label": (lambda f: (*BASE, "--dataset", csv(f, rows(["a", "b", "a", ""]))), ["label", "row"]),
     "unseen label": (lambda f: (*BASE, "--dataset", splits(f, train=rows("ab"), test=rows("abc"))), ["`c`", "test"]),
     "batch size 0": (lambda f: (*BASE, "--batch_size", "0"), ["`batch_size` cannot be '0'"]),
@@ -66,8 +72,10 @@ CASES = {
     "nothing to resume": (lambda f: (*BASE, "--resume_from_checkpoint", "latest"), ["no whole checkpoint"]),
     "no checkpoint there": (lambda f: (*BASE, "--resume_from_checkpoint", str(f)), ["is no checkpoint"]),
     "output is a file": (lambda f: (*BASE, "--output_dir", csv(f, "mine", "notes.txt")), ["is not a folder"]),
-    "output holds other files": (lambda f: (*BASE, "--overwrite_output_dir", "--output_dir",
-                                            os.path.dirname(csv(f, "x", "thesis.txt"))), ["files that are no run"]),
+    "output holds other files": (
+        lambda f: (*BASE, "--overwrite_output_dir", "--output_dir", os.path.dirname(csv(f, "x", "thesis.txt"))),
+        ["files that are no run"],
+    ),
     "output on a read-only disk": (lambda f: (*BASE, "--output_dir", "/proc/run"), ["cannot be written"]),
     "no such device": (lambda f: (*BASE, "--device", "cuda"), ["device is cuda"]),
     "evaluate a preset": (lambda f: ("evaluate", "--model", "tiny-bert", "--training_type", "basic"), ["tiny-bert"]),
@@ -121,10 +129,14 @@ def test_overwriting_deletes_nothing_before_the_new_run_can_begin(course, finish
     assert code != 0 and (finished / "summary.json").exists() and len(checkpoint.in_order(finished)) == 2
 
 
-@pytest.mark.parametrize(("damage", "told"), [
-    (lambda folder: os.truncate(folder / "model.safetensors", 1000), "model.safetensors has 1000 bytes"),
-    (lambda folder: (folder / "optimizer.safetensors").unlink(), "lacks optimizer.safetensors"),
-], ids=["cut short", "file missing"])
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda folder: os.truncate(folder / "model.safetensors", 1000), "model.safetensors has 1000 bytes"),
+        (lambda folder: (folder / "optimizer.safetensors").unlink(), "lacks optimizer.safetensors"),
+    ],
+    ids=["cut short", "file missing"],
+)
 def test_a_damaged_checkpoint_is_refused(course, finished, tmp_path, damage, told):
     copy = tmp_path / "checkpoint-000006"
     subprocess.run(["cp", "-r", str(finished / "checkpoint-000006"), str(copy)], check=True)
@@ -133,22 +145,38 @@ def test_a_damaged_checkpoint_is_refused(course, finished, tmp_path, damage, tol
     assert code != 0 and told in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("options", "told"), [
-    (("--model", "tiny-gpt2"), "model tiny-bert, and this run has tiny-gpt2"),
-    (("--optimizer", "sgd"), "optimizer adamw, and this run has sgd"),
-    (("--batch_size", "8"), "global_batch_size 4, and this run has 8"),
-    (("--seed", "1"), "seed 42, and this run has 1"),
-    (("--lowercase", "true"), "lowercase false, and this run has true"),
-], ids=["model", "optimizer", "batch", "seed", "data"])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--model", "tiny-gpt2"), "model tiny-bert, and this run has tiny-gpt2"),
+        (("--optimizer", "sgd"), "optimizer adamw, and this run has sgd"),
+        (("--batch_size", "8"), "global_batch_size 4, and this run has 8"),
+        (("--seed", "1"), "seed 42, and this run has 1"),
+        (("--lowercase", "true"), "lowercase false, and this run has true"),
+    ],
+    ids=["model", "optimizer", "batch", "seed", "data"],
+)
 def test_a_checkpoint_of_another_run_is_refused(course, finished, tmp_path, options, told):
-    code, _, err = course(*BASE, "--output_dir", tmp_path / "run", "--resume_from_checkpoint",
-                          finished / "checkpoint-000003", *options)
+    code, _, err = course(
+        *BASE, "--output_dir", tmp_path / "run", "--resume_from_checkpoint", finished / "checkpoint-000003", *options
+    )
     assert code != 0 and told in err and spoken(err) == 1
 
 
 def test_a_loss_that_is_no_number_stops_at_its_step(course, tmp_path):
-    code, _, err = course(*BASE, "--output_dir", tmp_path, "--learning_rate", "1e30", "--save_steps", "1",
-                          "--max_grad_norm", "0", "--optimizer", "sgd")
+    code, _, err = course(
+        *BASE,
+        "--output_dir",
+        tmp_path,
+        "--learning_rate",
+        "1e30",
+        "--save_steps",
+        "1",
+        "--max_grad_norm",
+        "0",
+        "--optimizer",
+        "sgd",
+    )
     assert code == 1 and "is not a finite number at step" in err and "last good checkpoint is" in err
     step = int(err.split("at step ")[1].split(";")[0])
     kept = checkpoint.in_order(tmp_path)
@@ -166,13 +194,19 @@ def test_a_disk_that_fills_up_while_saving(tmp_path):
     assert not list((tmp_path / "run").glob("*checkpoint*"))
 
 
-@pytest.mark.parametrize(("command", "options", "words"), [
-    ("train", ("--dataset", "tweet"), "`tweets`"), ("train", ("--model", "tiny-brt"), "`tiny-bert`"),
-    ("train", ("--dataset", "none.csv"), "no file or folder none.csv"),
-    ("evaluate", ("--dataset", "tweet"), "`tweets`"),
-    ("evaluate", ("--model", "none"), "model folder none does not exist")])
-def test_what_is_not_there_is_said_once_and_before_ranks_are_started(tmp_path, monkeypatch, capsys, command, options,
-                                                                     words):
+@pytest.mark.parametrize(
+    ("command", "options", "words"),
+    [
+        ("train", ("--dataset", "tweet"), "`tweets`"),
+        ("train", ("--model", "tiny-brt"), "`tiny-bert`"),
+        ("train", ("--dataset", "none.csv"), "no file or folder none.csv"),
+        ("evaluate", ("--dataset", "tweet"), "`tweets`"),
+        ("evaluate", ("--model", "none"), "model folder none does not exist"),
+    ],
+)
+def test_what_is_not_there_is_said_once_and_before_ranks_are_started(
+    tmp_path, monkeypatch, capsys, command, options, words
+):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(forked_ranks, "run_forked", lambda *_, **__: pytest.fail("99 ranks were started"))
     monkeypatch.chdir(tmp_path)
@@ -183,14 +217,27 @@ def test_what_is_not_there_is_said_once_and_before_ranks_are_started(tmp_path, m
 
 
 def test_two_ranks_say_once_what_both_find(tmp_path):
-    done = run_course("train", *QUICK, "--num_processes", "2", "--output_dir", tmp_path / "run", "--device", "cpu",
-                      "--dataset", csv(tmp_path, rows("ab")), "--text_column", "txt")
+    done = run_course(
+        "train",
+        *QUICK,
+        "--num_processes",
+        "2",
+        "--output_dir",
+        tmp_path / "run",
+        "--device",
+        "cpu",
+        "--dataset",
+        csv(tmp_path, rows("ab")),
+        "--text_column",
+        "txt",
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert spoken(done.stderr) == 1 and "`text`" in done.stderr
 
 
 def test_of_ranks_that_speak_at_one_moment_one_is_heard(tmp_path, monkeypatch):
     """As where rank 0 has not had a core for five seconds, and the others have waited that long."""
+
     def speaks():
         until((tmp_path / "go").exists, what="all ranks")
         return cli.report("none of that", 2)

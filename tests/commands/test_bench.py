@@ -12,16 +12,28 @@ from course_lib.tracking import sweeps
 from tests.commands.conftest import run
 from tests.forked_process import train_forked
 
-TINY = ("--model", "tiny-bert", "--max_train_samples", "64", "--max_length", "32", "--batch_size", "4",
-        "--device", "cpu")
+TINY = (
+    "--model",
+    "tiny-bert",
+    "--max_train_samples",
+    "64",
+    "--max_length",
+    "32",
+    "--batch_size",
+    "4",
+    "--device",
+    "cpu",
+)
 
 
 def test_what_is_counted_is_what_comes_after_the_warm_up(tmp_path):
     """A first third that is ten times slower changes nothing."""
-    lines = [{"step": 10, "loss": 1.0, "seconds": 10.0, "samples_per_second": 4.0},
-             {"step": 10, "eval.loss": 1.0},
-             {"step": 20, "loss": 1.0, "seconds": 11.0, "samples_per_second": 80 / 11},
-             {"step": 30, "loss": 1.0, "seconds": 12.0, "samples_per_second": 10.0}]
+    lines = [
+        {"step": 10, "loss": 1.0, "seconds": 10.0, "samples_per_second": 4.0},
+        {"step": 10, "eval.loss": 1.0},
+        {"step": 20, "loss": 1.0, "seconds": 11.0, "samples_per_second": 80 / 11},
+        {"step": 30, "loss": 1.0, "seconds": 12.0, "samples_per_second": 10.0},
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert scaling.after_warm_up(tmp_path / "metrics.jsonl") == pytest.approx((2.0, 80.0, 20))
 
@@ -34,8 +46,10 @@ def test_efficiency_is_throughput_by_the_growth_in_processes(tmp_path, monkeypat
         asked.append(dict(zip(options[::2], options[1::2], strict=True)))
         count = int(options[-1])
         folder.mkdir(parents=True)
-        lines = [{"step": step, "loss": 1.0, "seconds": step / 10, "samples_per_second": rates[count]}
-                 for step in (10, 20, 30)]
+        lines = [
+            {"step": step, "loss": 1.0, "seconds": step / 10, "samples_per_second": rates[count]}
+            for step in (10, 20, 30)
+        ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return {"train": {"global_batch_size": 4 * count}, "memory": {"peak_bytes": [2**20, 2**21]}}
 
@@ -72,14 +86,19 @@ def test_the_command_measures_and_leaves_table_and_figure(tmp_path):
     assert "weak scaling" in done.stdout and "efficiency" in done.stdout
 
 
-@pytest.mark.parametrize(("arguments", "told"), [
-    ((), "nothing to benchmark: give --model NAME, --list-models, or `course bench scaling`"),
-    (("scaling", "--steps", "2"), "--steps 2: take at least 3"),
-    (("scaling", "--num_processes", "2", "2"), "--num_processes 2 2: give each number once"),
-    (("scaling", "--batch_sise", "2"), "unknown option `--batch_sise`: did you mean `--batch_size`"),
-    (("scaling", "--scaling", "strong", "--batch_size", "3", "--num_processes", "1", "2", "--strategy", "zero9"),
-     "`strategy` cannot be 'zero9'"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "nothing to benchmark: give --model NAME, --list-models, or `course bench scaling`"),
+        (("scaling", "--steps", "2"), "--steps 2: take at least 3"),
+        (("scaling", "--num_processes", "2", "2"), "--num_processes 2 2: give each number once"),
+        (("scaling", "--batch_sise", "2"), "unknown option `--batch_sise`: did you mean `--batch_size`"),
+        (
+            ("scaling", "--scaling", "strong", "--batch_size", "3", "--num_processes", "1", "2", "--strategy", "zero9"),
+            "`strategy` cannot be 'zero9'",
+        ),
+    ],
+)
 def test_what_cannot_be_measured_is_refused_before_the_first_run(course, arguments, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, _, err = course("bench", *arguments)

@@ -131,20 +131,23 @@ def test_engines_that_are_not_installed(look, here):
     assert look("W&B", engines=without).advice.startswith("pip install wandb")
 
 
-@pytest.mark.parametrize(("name", "changed", "state", "word"), [
-    ("operating system", {"os": "Windows"}, "cannot", "WSL2"),
-    ("operating system", {"os": "Darwin"}, "slow", ""),
-    ("DeepSpeed", {"os": "Darwin"}, "cannot", "FSDP2"),
-    ("memory", {"memory_available_bytes": 2**30}, "cannot", "memory"),
-    ("memory", {"memory_available_bytes": 2**34}, "ok", ""),
-    ("Hugging Face Hub", {"hub_problem": "HF_HUB_OFFLINE is set"}, "cannot", "HF_ENDPOINT"),
-    ("Hugging Face Hub", {"hub_problem": None}, "ok", ""),
-    ("one GPU", {"gpus": (), "backends": ("gloo",)}, "cannot", "every lesson runs on the CPU"),
-    ("one GPU", {"gpus": (), "backends": ("gloo", "mps")}, "ok", ""),
-    ("many GPUs", {"gpus": (GPU,), "backends": ("gloo", "nccl")}, "cannot", "--num_processes 2"),
-    ("many GPUs", {"gpus": (GPU, GPU), "backends": ("gloo",)}, "cannot", "--num_processes 2"),
-    ("many GPUs", {"gpus": (GPU, GPU), "backends": ("gloo", "nccl")}, "ok", ""),
-])
+@pytest.mark.parametrize(
+    ("name", "changed", "state", "word"),
+    [
+        ("operating system", {"os": "Windows"}, "cannot", "WSL2"),
+        ("operating system", {"os": "Darwin"}, "slow", ""),
+        ("DeepSpeed", {"os": "Darwin"}, "cannot", "FSDP2"),
+        ("memory", {"memory_available_bytes": 2**30}, "cannot", "memory"),
+        ("memory", {"memory_available_bytes": 2**34}, "ok", ""),
+        ("Hugging Face Hub", {"hub_problem": "HF_HUB_OFFLINE is set"}, "cannot", "HF_ENDPOINT"),
+        ("Hugging Face Hub", {"hub_problem": None}, "ok", ""),
+        ("one GPU", {"gpus": (), "backends": ("gloo",)}, "cannot", "every lesson runs on the CPU"),
+        ("one GPU", {"gpus": (), "backends": ("gloo", "mps")}, "ok", ""),
+        ("many GPUs", {"gpus": (GPU,), "backends": ("gloo", "nccl")}, "cannot", "--num_processes 2"),
+        ("many GPUs", {"gpus": (GPU, GPU), "backends": ("gloo",)}, "cannot", "--num_processes 2"),
+        ("many GPUs", {"gpus": (GPU, GPU), "backends": ("gloo", "nccl")}, "ok", ""),
+    ],
+)
 def test_machines_that_lack_something(look, name, changed, state, word):
     result = look(name, **changed)
     assert result.state == state and word in result.advice

@@ -63,10 +63,28 @@ def test_an_elastic_launcher_may_start_any_number():
 
 
 def config(folder, **more):
-    return build({"model": "tiny-bert", "max_train_samples": 60, "max_eval_samples": 8, "max_length": 32,
-                  "global_batch_size": 10, "batch_size": 4, "max_steps": STEPS, "logging_steps": 1, "save_steps": 3,
-                  "eval_steps": 0, "keep_best": False, "baselines": False, "progress_bar": False, "device": "cpu",
-                  "mixed_precision": "no", "learning_rate": 1e-3, "output_dir": str(folder)} | more)
+    return build(
+        {
+            "model": "tiny-bert",
+            "max_train_samples": 60,
+            "max_eval_samples": 8,
+            "max_length": 32,
+            "global_batch_size": 10,
+            "batch_size": 4,
+            "max_steps": STEPS,
+            "logging_steps": 1,
+            "save_steps": 3,
+            "eval_steps": 0,
+            "keep_best": False,
+            "baselines": False,
+            "progress_bar": False,
+            "device": "cpu",
+            "mixed_precision": "no",
+            "learning_rate": 1e-3,
+            "output_dir": str(folder),
+        }
+        | more
+    )
 
 
 class Calm(Callback):

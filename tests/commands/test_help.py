@@ -38,7 +38,8 @@ def test_help_begins_with_ten_options_and_fits_80_columns(page):
     assert len(places) == 10 and places == sorted(places) and first < places[0]
     assert all(places[-1] < text.index(f"\n{section}:") for section in options.SECTIONS)
     assert "--per_device_train_batch_size" not in text and "per_device_train_batch_size for batch_size" in " ".join(
-        text.split())
+        text.split()
+    )
     assert "--num_epochs X" in text and "--batch_size N" in text and "--dataset TEXT" in text
 
 
@@ -78,7 +79,7 @@ def test_bash_completes_commands_options_and_values(tmp_path, monkeypatch, capsy
     def completed(*words):
         body = f"""
             source {shlex.quote(str(path))}
-            COMP_WORDS=({' '.join(map(shlex.quote, words))}); COMP_CWORD={len(words) - 1}; COMPREPLY=()
+            COMP_WORDS=({" ".join(map(shlex.quote, words))}); COMP_CWORD={len(words) - 1}; COMPREPLY=()
             $(complete -p course | sed 's/.*-F \\([^ ]*\\).*/\\1/')
             printf '%s\\n' "${{COMPREPLY[@]}}"
         """
@@ -94,16 +95,23 @@ def test_bash_completes_commands_options_and_values(tmp_path, monkeypatch, capsy
     assert "name one of bash, zsh, fish" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("line", "ends"), [
-    ("trian --model tiny-bert", "Try: course train --model tiny-bert"),
-    ("train --learning-rat=1e-4 --seed 1", "did you mean `--learning_rate`? Try: course train --learning_rate=1e-4 "
-                                           "--seed 1"),
-    ("train --training_type basic --num_processes 2", "Try: course train --num_processes 2 --training_type "
-                                                      "accelerated"),
-    ("train --schedule zbv --seed 1", "Try: course train --schedule zbv --seed 1 --training_type pipeline"),
-    ("train --momentum 0.5", "leave it out. Try: course train"),
-    ("train --optimizer adamww", "did you mean `adamw`? Try: course train --optimizer adamw"),
-])
+@pytest.mark.parametrize(
+    ("line", "ends"),
+    [
+        ("trian --model tiny-bert", "Try: course train --model tiny-bert"),
+        (
+            "train --learning-rat=1e-4 --seed 1",
+            "did you mean `--learning_rate`? Try: course train --learning_rate=1e-4 --seed 1",
+        ),
+        (
+            "train --training_type basic --num_processes 2",
+            "Try: course train --num_processes 2 --training_type accelerated",
+        ),
+        ("train --schedule zbv --seed 1", "Try: course train --schedule zbv --seed 1 --training_type pipeline"),
+        ("train --momentum 0.5", "leave it out. Try: course train"),
+        ("train --optimizer adamww", "did you mean `adamw`? Try: course train --optimizer adamw"),
+    ],
+)
 def test_an_error_ends_with_the_command_that_works(line, ends, capsys):
     assert cli.main(line.split()) == 2
     assert capsys.readouterr().err.rstrip().endswith(ends)
@@ -115,10 +123,12 @@ def test_no_command_is_made_up():
     assert cli.mended(["trian", "--model", "a b"], spelt) == "course train --model 'a b'"
     assert cli.mended(["trian", "two\nlines"], spelt) == cli.mended(["train"], spelt) == ""
     assert cli.mended(["train", "--momentum=2", "--seed", "7", "--seed=8", "--lr", "1"], cured) == (
-        "course train --lr 1 --seed 1")
+        "course train --lr 1 --seed 1"
+    )
     assert cli.mended(["train"], ConfigError("x", cure={"momentum": None})) == ""
     assert cli.mended(["train", "--lr", "1"], ConfigError("x", cure={"learning_rate": "2"})) == (
-        "course train --learning_rate 2")
+        "course train --learning_rate 2"
+    )
 
 
 def test_hints_name_what_is_near_and_nothing_else(capsys, tmp_path, monkeypatch):
@@ -130,11 +140,10 @@ def test_hints_name_what_is_near_and_nothing_else(capsys, tmp_path, monkeypatch)
     for line, ends in {
         "train --config nofile.yaml": "no config file nofile.yaml: name a YAML file that is there, or leave it out\n",
         "train --config quickstat.yaml": "no config file quickstat.yaml: did you mean `configs/quickstart.yaml`?\n",
-        "train --model= --training_type basic --dataset tweets":
-            "model is empty: give a preset, a local folder or a Hub name: minilm, tiny-bert, tiny-gpt2, tiny-llama, "
-            "tiny-olmoe, tiny-mixtral\n",
+        "train --model= --training_type basic --dataset tweets": "model is empty: give a preset, a local folder or a Hub name: minilm, tiny-bert, tiny-gpt2, tiny-llama, "
+        "tiny-olmoe, tiny-mixtral\n",
         "train --strategy zero4": "option --strategy: `strategy` cannot be 'zero4': did you mean `zero3` or `zero2` or "
-                                  "`zero1`?\n",
+        "`zero1`?\n",
     }.items():
         assert cli.main([*line.split(), "--output_dir", str(tmp_path / "run")]) == 2
         assert capsys.readouterr().err.endswith(ends)

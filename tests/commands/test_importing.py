@@ -61,9 +61,29 @@ def test_nothing_new_sets_nothing_aside_and_off_stays_off(module):
         gc.enable()
 
 
-HEAVY = ("torch", "numpy", "pandas", "pyarrow", "pydantic", "yaml", "transformers", "accelerate", "datasets",
-         "huggingface_hub", "evaluate", "scipy.stats", "sklearn", "requests", "deepspeed", "matplotlib", "IPython",
-         "boto3", "wandb", "trackio", "torch.distributed.pipelining")
+HEAVY = (
+    "torch",
+    "numpy",
+    "pandas",
+    "pyarrow",
+    "pydantic",
+    "yaml",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "huggingface_hub",
+    "evaluate",
+    "scipy.stats",
+    "sklearn",
+    "requests",
+    "deepspeed",
+    "matplotlib",
+    "IPython",
+    "boto3",
+    "wandb",
+    "trackio",
+    "torch.distributed.pipelining",
+)
 LIGHT_COMMANDS = {  # what each brings in when it runs, of what is heavy
     "schedule --schedule 1f1b --ranks 4 --microbatches 8": "",
     "plan --model facebook/opt-6.7b --gpu A100-80 --gpus 8": "yaml",
@@ -99,5 +119,15 @@ def test_a_training_imports_what_it_uses_and_no_more():
     program = f"import sys, course_lib.training.run\nprint(*[name for name in {HEAVY} if name in sys.modules])"
     used = set(brought_in(program))
     assert used >= {"torch", "transformers", "accelerate", "datasets"}
-    assert not used & {"evaluate", "scipy.stats", "sklearn", "requests", "deepspeed", "matplotlib", "IPython", "wandb",
-                       "trackio", "torch.distributed.pipelining"}
+    assert not used & {
+        "evaluate",
+        "scipy.stats",
+        "sklearn",
+        "requests",
+        "deepspeed",
+        "matplotlib",
+        "IPython",
+        "wandb",
+        "trackio",
+        "torch.distributed.pipelining",
+    }

@@ -39,11 +39,21 @@ TAKEN = [
     ("ACCELERATE_MIXED_PRECISION", "bf16", {}, {"mixed_precision": "bf16"}, ("mixed_precision", "no")),
     ("ACCELERATE_MIXED_PRECISION", "fp16", {}, {"mixed_precision": "fp16"}, ("bf16", "true")),
     ("--mixed_precision", "no", {}, {"mixed_precision": "no"}, ("mixed_precision", "bf16")),
-    ("--gradient_accumulation_steps", "4", {}, {"gradient_accumulation_steps": 4},
-     ("gradient_accumulation_steps", "1")),
+    (
+        "--gradient_accumulation_steps",
+        "4",
+        {},
+        {"gradient_accumulation_steps": 4},
+        ("gradient_accumulation_steps", "1"),
+    ),
     ("--gradient_clipping", "0.5", {}, {"max_grad_norm": 0.5}, ("max_grad_norm", "2")),
-    ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8", DEEPSPEED, {"gradient_accumulation_steps": 8},
-     ("gradient_accumulation_steps", "4")),
+    (
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        "8",
+        DEEPSPEED,
+        {"gradient_accumulation_steps": 8},
+        ("gradient_accumulation_steps", "4"),
+    ),
     ("ACCELERATE_GRADIENT_CLIPPING", "0.5", DEEPSPEED, {"max_grad_norm": 0.5}, ("max_grad_norm", "1.0")),
     ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", {}, {"torch_compile": True}, ("torch_compile", "false")),
     ("FSDP_SHARDING_STRATEGY", "FULL_SHARD", FSDP_1, {"strategy": "fsdp"}, ("strategy", "zero1")),
@@ -52,23 +62,52 @@ TAKEN = [
     ("FSDP_RESHARD_AFTER_FORWARD", "true", FSDP, {"strategy": "fsdp"}, ("strategy", "ddp")),
     ("FSDP_RESHARD_AFTER_FORWARD", "false", FSDP, {"strategy": "zero2", "engine": "torch"}, ("engine", "deepspeed")),
     ("FSDP_OFFLOAD_PARAMS", "true", FSDP, {"strategy": "fsdp", "offload": "parameters"}, ("offload", "none")),
-    ("FSDP_ACTIVATION_CHECKPOINTING", "true", FSDP, {"activation_checkpointing": True},
-     ("gradient_checkpointing", "false")),
+    (
+        "FSDP_ACTIVATION_CHECKPOINTING",
+        "true",
+        FSDP,
+        {"activation_checkpointing": True},
+        ("gradient_checkpointing", "false"),
+    ),
     ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3", DEEPSPEED, {"strategy": "zero3"}, ("strategy", "zero1")),
     ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0", DEEPSPEED, {"strategy": "ddp"}, ("strategy", "zero1")),
-    ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu", DEEPSPEED, {"strategy": "zero2", "offload": "optimizer"},
-     ("offload", "none")),
-    ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu", DEEPSPEED | {
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
-     {"strategy": "zero3", "offload": "parameters"}, ("offload", "optimizer")),
+    (
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+        "cpu",
+        DEEPSPEED,
+        {"strategy": "zero2", "offload": "optimizer"},
+        ("offload", "none"),
+    ),
+    (
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+        "cpu",
+        DEEPSPEED | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
+        {"strategy": "zero3", "offload": "parameters"},
+        ("offload", "optimizer"),
+    ),
     ("PARALLELISM_CONFIG_TP_SIZE", "2", {}, {"tensor_parallel_size": 2}, ("tensor_parallel_size", "4")),
     ("PARALLELISM_CONFIG_CP_SIZE", "2", {}, {"context_parallel_size": 2}, ("context_parallel_size", "4")),
-    ("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather", {"PARALLELISM_CONFIG_CP_SIZE": "2"},
-     {"context_parallel": "allgather"}, ("context_parallel", "ring")),
-    ("PARALLELISM_CONFIG_SP_SIZE", "2", {}, {"context_parallel_size": 2, "context_parallel": "ulysses"},
-     ("context_parallel", "ring")),
-    ("PARALLELISM_CONFIG_DP_SHARD_SIZE", "4", GROUPS, {"strategy": "fsdp", "shard_group_size": 4},
-     ("shard_group_size", "2")),
+    (
+        "PARALLELISM_CONFIG_CP_COMM_STRATEGY",
+        "allgather",
+        {"PARALLELISM_CONFIG_CP_SIZE": "2"},
+        {"context_parallel": "allgather"},
+        ("context_parallel", "ring"),
+    ),
+    (
+        "PARALLELISM_CONFIG_SP_SIZE",
+        "2",
+        {},
+        {"context_parallel_size": 2, "context_parallel": "ulysses"},
+        ("context_parallel", "ring"),
+    ),
+    (
+        "PARALLELISM_CONFIG_DP_SHARD_SIZE",
+        "4",
+        GROUPS,
+        {"strategy": "fsdp", "shard_group_size": 4},
+        ("shard_group_size", "2"),
+    ),
 ]
 """Word, value, what stands beside it, what becomes of it, and an option that contradicts it."""
 
@@ -88,7 +127,8 @@ REFUSED = [
     ("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "pigeons", {"PARALLELISM_CONFIG_CP_SIZE": "2"}, "--context_parallel"),
     ("ACCELERATE_USE_MEGATRON_LM", "true", {}, "--training_type pipeline"),
     ("ACCELERATE_USE_SAGEMAKER", "true", {}, "course submit"),
-    ("XLA_USE_BF16", "1", {}, "TPUs"), ("XLA_DOWNCAST_BF16", "1", {}, "TPUs"),
+    ("XLA_USE_BF16", "1", {}, "TPUs"),
+    ("XLA_DOWNCAST_BF16", "1", {}, "TPUs"),
 ]
 """Word, value, what stands beside it, and what the line says to give instead."""
 
@@ -123,8 +163,9 @@ def test_every_word_is_tried():
         assert len({word.name for word in words}) == len(words)
 
 
-@pytest.mark.parametrize(("name", "value", "beside", "becomes", "against"), TAKEN,
-                         ids=[f"{name} {value}" for name, value, *_ in TAKEN])
+@pytest.mark.parametrize(
+    ("name", "value", "beside", "becomes", "against"), TAKEN, ids=[f"{name} {value}" for name, value, *_ in TAKEN]
+)
 def test_a_word_is_taken_and_a_contradiction_refused(given, capsys, name, value, beside, becomes, against):
     words = beside | {name: value}
     config = given(words, *BASE)
@@ -149,10 +190,19 @@ def test_what_is_not_here_is_refused(given, name, value, beside, told):
 
 def test_what_a_launcher_writes_without_being_asked_says_nothing(given, capsys):
     args = _validated("--num_processes", "1", "script.py")
-    config = given(_left_by(launch.prepare_simple_launcher_cmd_env(args)[1]), "--mixed_precision", "bf16",
-                   "--gradient_accumulation_steps", "3", "--strategy", "zero1", "--torch_compile")
-    assert config == build({"mixed_precision": "bf16", "gradient_accumulation_steps": 3, "strategy": "zero1",
-                            "torch_compile": True})
+    config = given(
+        _left_by(launch.prepare_simple_launcher_cmd_env(args)[1]),
+        "--mixed_precision",
+        "bf16",
+        "--gradient_accumulation_steps",
+        "3",
+        "--strategy",
+        "zero1",
+        "--torch_compile",
+    )
+    assert config == build(
+        {"mixed_precision": "bf16", "gradient_accumulation_steps": 3, "strategy": "zero1", "torch_compile": True}
+    )
     assert "accelerate launch says" not in capsys.readouterr().out
 
 
@@ -183,8 +233,11 @@ def test_the_table_has_every_name_that_this_accelerate_sets():
         text = inspect.getsource(function)
         prefix = re.search(r'prefix = "([A-Z_]+)"', text)[1]
         names |= {prefix + end for end in re.findall(r'current_env\[prefix \+ "([A-Z0-9_]+)"\]', text)}
-    names |= {f"ACCELERATE_{name.upper()}" for name in vars(launch_command_parser().parse_args(["x.py"]))
-              if name.startswith("fp8_")}
+    names |= {
+        f"ACCELERATE_{name.upper()}"
+        for name in vars(launch_command_parser().parse_args(["x.py"]))
+        if name.startswith("fp8_")
+    }
     names -= {"LOCAL_RANK", "RANK", "FORK_LAUNCHED"}  # of its notebook_launcher
     names = {name for name in names if not name.startswith("AWS_")}  # for the launcher itself
     assert len(names) > 90
@@ -195,6 +248,7 @@ def test_the_table_has_every_name_that_this_accelerate_sets():
 
 # --- files ---
 
+
 def _validated(*arguments):
     args, defaults, from_file = _validate_launch_command(launch_command_parser().parse_args(arguments))
     if args.use_deepspeed:  # as accelerate.commands.launch.launch_command has it
@@ -204,8 +258,9 @@ def _validated(*arguments):
 
 
 def _left_by(environment):
-    return {name: value for name, value in environment.items() if os.environ.get(name) != value
-            and launcher_words.row(name)}
+    return {
+        name: value for name, value in environment.items() if os.environ.get(name) != value and launcher_words.row(name)
+    }
 
 
 def _words_of(file: Path, *arguments: str) -> dict[str, str]:
@@ -223,25 +278,54 @@ FILES = sorted((ROOT / "configs/accelerate").glob("*.yaml"))
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_files_of_this_repository_leave_all_to_the_run(given, file):
     assert len(FILES) == 4
-    several = ("--num_machines", "2", "--num_processes", "16", "--machine_rank", "1", "--main_process_ip", "10.0.0.1",
-               "--main_process_port", "29500")
+    several = (
+        "--num_machines",
+        "2",
+        "--num_processes",
+        "16",
+        "--machine_rank",
+        "1",
+        "--main_process_ip",
+        "10.0.0.1",
+        "--main_process_port",
+        "29500",
+    )
     words = _words_of(file, *({"multi-gpu": ("--num_processes", "8"), "multi-node": several}.get(file.stem, ())))
-    mine = ("--config", str(ROOT / "configs/quickstart.yaml"), "--mixed_precision", "bf16", "--strategy", "zero2",
-            "--gradient_accumulation_steps", "2")
+    mine = (
+        "--config",
+        str(ROOT / "configs/quickstart.yaml"),
+        "--mixed_precision",
+        "bf16",
+        "--strategy",
+        "zero2",
+        "--gradient_accumulation_steps",
+        "2",
+    )
     assert given(words, *mine) == config_from(cli.parse(["train", *mine]))
 
 
-RUNS = [(strategy, engine, offload) for strategy, engines in ENGINES.items() for engine in engines
-        for offload in ("none", "optimizer")
-        if offload == "none" or engine == "deepspeed" or (strategy == "fsdp" and engine != "scratch")]
+RUNS = [
+    (strategy, engine, offload)
+    for strategy, engines in ENGINES.items()
+    for engine in engines
+    for offload in ("none", "optimizer")
+    if offload == "none" or engine == "deepspeed" or (strategy == "fsdp" and engine != "scratch")
+]
 
 
 @pytest.mark.parametrize(("strategy", "engine", "offload"), RUNS)
 def test_what_a_run_leaves_starts_the_same_run(given, tmp_path, strategy, engine, offload):
     """accelerate.yaml beside the run's own config.yaml, and with nothing but it."""
     assert len(RUNS) == 19
-    config = build({"strategy": strategy, "engine": engine, "offload": offload, "gradient_accumulation_steps": 3,
-                    "max_grad_norm": 0.5})
+    config = build(
+        {
+            "strategy": strategy,
+            "engine": engine,
+            "offload": offload,
+            "gradient_accumulation_steps": 3,
+            "max_grad_norm": 0.5,
+        }
+    )
     file, theirs, own = (tmp_path / name for name in ("accelerate.yaml", "deepspeed.json", "config.yaml"))
     settings = accelerate_settings(config, "bf16", 2, "BertLayer", deepspeed="deepspeed.json")
     file.write_text(accelerate_yaml(settings, 2))
@@ -261,19 +345,28 @@ def test_what_a_run_leaves_starts_the_same_run(given, tmp_path, strategy, engine
 def test_deepspeed_s_file_is_read_key_by_key(given, tmp_path):
     def with_file(**keys):
         (tmp_path / "ds.json").write_text(json.dumps(keys))
-        return given({"ACCELERATE_USE_DEEPSPEED": "true",
-                      "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json")})
+        return given(
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json")}
+        )
 
-    config = with_file(zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}, "reduce_bucket_size": "auto"},
-                       bf16={"enabled": True}, gradient_clipping=0.3, train_micro_batch_size_per_gpu=4,
-                       gradient_accumulation_steps="auto", train_batch_size="auto", steps_per_print=10)
+    config = with_file(
+        zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}, "reduce_bucket_size": "auto"},
+        bf16={"enabled": True},
+        gradient_clipping=0.3,
+        train_micro_batch_size_per_gpu=4,
+        gradient_accumulation_steps="auto",
+        train_batch_size="auto",
+        steps_per_print=10,
+    )
     assert (config.parallel.strategy, config.parallel.offload) == ("zero3", "parameters")
     assert (config.run.mixed_precision, config.optim.max_grad_norm, config.run.batch_size) == ("bf16", 0.3, 4)
     assert with_file(train_batch_size=64, zero_optimization={"stage": 1}).run.global_batch_size == 64
-    for keys, told in (({"optimizer": {"type": "Lion"}}, "--optimizer"),
-                       ({"scheduler": {"type": "WarmupLR"}}, "--lr_scheduler"),
-                       ({"amp": {"enabled": True}}, "DeepSpeed's file"),
-                       ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "--offload")):
+    for keys, told in (
+        ({"optimizer": {"type": "Lion"}}, "--optimizer"),
+        ({"scheduler": {"type": "WarmupLR"}}, "--lr_scheduler"),
+        ({"amp": {"enabled": True}}, "DeepSpeed's file"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "--offload"),
+    ):
         with pytest.raises(ConfigError, match=told):
             with_file(**keys)
     (tmp_path / "ds.json").write_text("{")
@@ -283,6 +376,7 @@ def test_deepspeed_s_file_is_read_key_by_key(given, tmp_path):
 
 
 # --- other launchers, other commands ---
+
 
 def test_a_rank_that_deepspeed_puts_before_the_command(monkeypatch, course):
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -314,8 +408,9 @@ def _summary(folder):
 def test_words_of_the_environment_reach_the_training(course, monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    code, out, _ = course("train", *QUICK, "--max_steps", 1, "--output_dir", tmp_path, "--tracker", "none",
-                          "--baselines", "false")
+    code, out, _ = course(
+        "train", *QUICK, "--max_steps", 1, "--output_dir", tmp_path, "--tracker", "none", "--baselines", "false"
+    )
     assert code == 0 and _summary(tmp_path)["mixed_precision"] == "bf16"
     assert _summary(tmp_path)["train"]["global_batch_size"] == 16
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["run"]["gradient_accumulation_steps"] == 4
@@ -324,16 +419,53 @@ def test_words_of_the_environment_reach_the_training(course, monkeypatch, tmp_pa
 
 LAUNCH = ("-m", "accelerate.commands.launch")
 REAL = {
-    "one process": ((*LAUNCH, "--cpu", "--mixed_precision", "bf16", "--gradient_accumulation_steps", 4,
-                     "--num_processes", 1), {}, ("ddp", "torch", "bf16", 16, 1)),
-    "two that we start": ((*LAUNCH, "--cpu", "--mixed_precision", "bf16", "--gradient_accumulation_steps", 4,
-                           "--num_processes", 2), {}, ("ddp", "torch", "bf16", 32, 2)),
-    "fsdp": ((*LAUNCH, "--use_fsdp", "--fsdp_version", 2, "--mixed_precision", "bf16", "--num_processes", 2,
-              "--main_process_port", 0), {"ACCELERATE_USE_CPU": "true"}, ("fsdp", "torch", "bf16", 8, 2)),
-    "deepspeed": ((*LAUNCH, "--use_deepspeed", "--zero_stage", 1, "--gradient_accumulation_steps", 2, "--num_processes",
-                   2, "--main_process_port", 0), {"ACCELERATE_USE_CPU": "true"}, ("zero1", "deepspeed", "no", 16, 2)),
-    "torchrun": (("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2),
-                 {"ACCELERATE_MIXED_PRECISION": "bf16"}, ("ddp", "torch", "bf16", 8, 2)),
+    "one process": (
+        (*LAUNCH, "--cpu", "--mixed_precision", "bf16", "--gradient_accumulation_steps", 4, "--num_processes", 1),
+        {},
+        ("ddp", "torch", "bf16", 16, 1),
+    ),
+    "two that we start": (
+        (*LAUNCH, "--cpu", "--mixed_precision", "bf16", "--gradient_accumulation_steps", 4, "--num_processes", 2),
+        {},
+        ("ddp", "torch", "bf16", 32, 2),
+    ),
+    "fsdp": (
+        (
+            *LAUNCH,
+            "--use_fsdp",
+            "--fsdp_version",
+            2,
+            "--mixed_precision",
+            "bf16",
+            "--num_processes",
+            2,
+            "--main_process_port",
+            0,
+        ),
+        {"ACCELERATE_USE_CPU": "true"},
+        ("fsdp", "torch", "bf16", 8, 2),
+    ),
+    "deepspeed": (
+        (
+            *LAUNCH,
+            "--use_deepspeed",
+            "--zero_stage",
+            1,
+            "--gradient_accumulation_steps",
+            2,
+            "--num_processes",
+            2,
+            "--main_process_port",
+            0,
+        ),
+        {"ACCELERATE_USE_CPU": "true"},
+        ("zero1", "deepspeed", "no", 16, 2),
+    ),
+    "torchrun": (
+        ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2),
+        {"ACCELERATE_MIXED_PRECISION": "bf16"},
+        ("ddp", "torch", "bf16", 8, 2),
+    ),
 }
 
 
@@ -341,11 +473,27 @@ REAL = {
 @pytest.mark.parametrize("kind", REAL)
 def test_launchers_themselves(tmp_path, kind):
     launcher, env, expected = REAL[kind]
-    done = run("train", *QUICK, "--max_steps", 1, "--output_dir", tmp_path, "--tracker", "none", "--baselines", "false",
-               launcher=launcher, **env)
+    done = run(
+        "train",
+        *QUICK,
+        "--max_steps",
+        1,
+        "--output_dir",
+        tmp_path,
+        "--tracker",
+        "none",
+        "--baselines",
+        "false",
+        launcher=launcher,
+        **env,
+    )
     assert done.returncode == 0, done.stderr
     left = _summary(tmp_path)
-    assert (left["strategy"], left["engine"], left["mixed_precision"], left["train"]["global_batch_size"],
-            left["world_size"]) == tuple("single" if value == "ddp" and expected[-1] == 1 else value
-                                         for value in expected)
+    assert (
+        left["strategy"],
+        left["engine"],
+        left["mixed_precision"],
+        left["train"]["global_batch_size"],
+        left["world_size"],
+    ) == tuple("single" if value == "ddp" and expected[-1] == 1 else value for value in expected)
     assert done.stdout.count("accelerate launch says") == 1

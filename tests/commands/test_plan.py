@@ -19,8 +19,16 @@ ASKED = "plan --model facebook/opt-6.7b --gpus 8 --gpu A100-80 --global-batch 10
 def test_the_page(capsys):
     assert cli.main([*ASKED.split(), "--tokens", "100B"]) == 0
     page = capsys.readouterr().out
-    for said in ("6,658,473,984 parameters", "FSDP", "a rank  [", "is the fastest of", "Next best", "DDP does not fit",
-                 "100,000,000,000 tokens take", "torchrun --standalone --nproc_per_node 8"):
+    for said in (
+        "6,658,473,984 parameters",
+        "FSDP",
+        "a rank  [",
+        "is the fastest of",
+        "Next best",
+        "DDP does not fit",
+        "100,000,000,000 tokens take",
+        "torchrun --standalone --nproc_per_node 8",
+    ):
         assert said in page
     assert f"Of {margins.THROUGHPUT.rows} measured runs half were within {margins.THROUGHPUT.median:.1%}" in page
 
@@ -42,7 +50,7 @@ def test_the_page_has_one_number_for_memory_and_one_kind_of_interval(capsys):
 
 def read_line(line):
     words = shlex.split(line)
-    return config_from(cli.parse(words[words.index("course_lib.cli") + 1:]))
+    return config_from(cli.parse(words[words.index("course_lib.cli") + 1 :]))
 
 
 def test_what_is_printed_and_written_starts_what_was_planned(tmp_path, capsys):
@@ -70,8 +78,9 @@ def test_what_is_printed_and_written_starts_what_was_planned(tmp_path, capsys):
 
 def test_a_bare_accelerator_has_the_price_that_select_knows(capsys):
     line = "--model facebook/opt-1.3b --gpu A100-80 --gpus 4"
-    assert cli.main(["select", "--model-name", "facebook/opt-1.3b", "--gpu-count", "4", "--sequence-length",
-                     "2048"]) == 0
+    assert (
+        cli.main(["select", "--model-name", "facebook/opt-1.3b", "--gpu-count", "4", "--sequence-length", "2048"]) == 0
+    )
     selected = json.loads(capsys.readouterr().out)["dollars_per_million_tokens"]["A100-80"]
     hourly = hardware.lowest_price("A100-80")
     assert cli.main(["plan", *line.split(), "--tokens", "1M", "--json"]) == 0
@@ -112,18 +121,22 @@ def test_json_and_a_launch_line_that_our_trainer_reads(capsys):
     assert printed["parameters"] == 6_658_473_984 and printed["plans"][0]["plan"]["data"] == 8
     assert sum(printed["plans"][0]["memory_bytes"].values()) < printed["gpu_memory_bytes"]
     line = shlex.split(printed["launch"])
-    read = cli.parse(line[line.index("course_lib.cli") + 1:])
+    read = cli.parse(line[line.index("course_lib.cli") + 1 :])
     assert read.run.__module__ == "course_lib.commands.train"
 
 
-@pytest.mark.parametrize(("wrong", "says"), [
-    ("--model facebok/opt-6.7b --gpu A100-80", "did you mean `facebook/opt-6.7b`"),
-    ("--model opt-6.7b --gpu A100-8O", "did you mean `a100-80`"),
-    ("--model opt-6.7b --gpu A100-80 --gpus 0", "--gpus 0: give a whole number from 1 on"),
-    ("--model opt-6.7b --gpu A100-80 --max-memory-gb 99", "99.0 GiB per GPU, and A100-80 has 80.0"),
-    ("--model opt-6.7b --gpu A100-80 --tokens lots", "invalid tokens value: 'lots'"),
-    ("--model opt-13b --gpu T4 --gpus 1 --max-memory-gb 6", "it fits with --gpu"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("--model facebok/opt-6.7b --gpu A100-80", "did you mean `facebook/opt-6.7b`"),
+        ("--model opt-6.7b --gpu A100-8O", "did you mean `a100-80`"),
+        ("--model opt-6.7b --gpu A100-80 --gpus 0", "--gpus 0: give a whole number from 1 on"),
+        ("--model opt-6.7b --gpu A100-80 --max-memory-gb 99", "99.0 GiB per GPU, and A100-80 has 80.0"),
+        ("--model opt-6.7b --gpu A100-80 --tokens lots", "invalid tokens value: 'lots'"),
+        ("--model opt-13b --gpu T4 --gpus 1 --max-memory-gb 6", "it fits with --gpu"),
+    ],
+    ids=str,
+)
 def test_mistakes_are_one_line(wrong, says, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert cli.main(["plan", *wrong.split()]) == 2
@@ -146,8 +159,14 @@ def test_numbers_of_tokens():
             tokens(text)
 
 
-@pytest.mark.parametrize("asked", ["--model gpt2 --gpu T4", "--model llama-8b --gpu H100 --gpus 64 --sequence-length "
-                                   "131072", "--model facebook/opt-30b --gpu A100-40 --gpus 64"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "--model gpt2 --gpu T4",
+        "--model llama-8b --gpu H100 --gpus 64 --sequence-length 131072",
+        "--model facebook/opt-30b --gpu A100-40 --gpus 64",
+    ],
+)
 def test_a_command_stands_where_a_command_is_promised(capsys, monkeypatch, asked):
     """And is that of the plan in the first sentence, which is likely to fit."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -170,8 +189,25 @@ def test_without_a_command_it_says_so_and_shows_the_next_that_has_one(capsys):
     assert "No command of this course starts it. It is for the Hugging Face Trainer" in page and "torchrun" not in page
     assert cli.main([*asked, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["launch"] is None
-    assert cli.main(["plan", "--model", "facebook/opt-125m", "--gpu", "A100-80", "--gpus", "1", "--families", "FSDP",
-                     "DDP", "--loss", "linear"]) == 0
+    assert (
+        cli.main(
+            [
+                "plan",
+                "--model",
+                "facebook/opt-125m",
+                "--gpu",
+                "A100-80",
+                "--gpus",
+                "1",
+                "--families",
+                "FSDP",
+                "DDP",
+                "--loss",
+                "linear",
+            ]
+        )
+        == 0
+    )
     assert "computes all logits before the loss" in " ".join(capsys.readouterr().out.split())
 
 
@@ -183,10 +219,11 @@ def test_the_page_of_options_says_which_plan_leads(capsys):
     assert f"of {strategy.AT_LEAST:.0%}".replace("%", " %") in said and f"{layouts.CONTEXT_TOKENS:,} tokens" in said
 
 
-@pytest.mark.parametrize(("planned", "trained"), [
-    ("muon", ("muon", 0.9)), ("sgd", ("sgd", 0.0)), ("adafactor", ("adafactor", 0.9))])
+@pytest.mark.parametrize(
+    ("planned", "trained"), [("muon", ("muon", 0.9)), ("sgd", ("sgd", 0.0)), ("adafactor", ("adafactor", 0.9))]
+)
 def test_the_optimizer_that_was_planned_is_in_the_command(capsys, planned, trained):
     assert cli.main(["plan", "--model", "gpt2", "--gpu", "A100-80", "--optimizer", planned, "--json"]) == 0
     words = shlex.split(json.loads(capsys.readouterr().out)["launch"])
-    read = config_from(cli.parse(words[words.index("course_lib.cli") + 1:])).optim
+    read = config_from(cli.parse(words[words.index("course_lib.cli") + 1 :])).optim
     assert (read.optimizer, read.momentum) == trained

@@ -12,8 +12,12 @@ from course_lib.grading.check import Report, task_of
 from course_lib.grading.task import Finding
 from course_lib.learner_files import results_file
 
-CELLS = ("predict('a', 1, ask='how many?')\npredict('not asked', 2)", "%time 1\nlesson.predict('b', 1, ask='which?')",
-         "for n in (1, 2):\n    predict(f'c_{n}', 1, ask='and here?')", "predict('broken', ask=")
+CELLS = (
+    "predict('a', 1, ask='how many?')\npredict('not asked', 2)",
+    "%time 1\nlesson.predict('b', 1, ask='which?')",
+    "for n in (1, 2):\n    predict(f'c_{n}', 1, ask='and here?')",
+    "predict('broken', ask=",
+)
 
 
 @pytest.fixture
@@ -27,11 +31,15 @@ def course(tmp_path, monkeypatch):
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
         nbformat.write(notebook, tmp_path / "notebooks" / f"{name}.ipynb")
     when = {"when": "2026-01-01T10:00:00+00:00"}
-    answers = {"02_data_parallel": {"a": {"value": 1, "measured": 1.0, "close": True, **when},
-                                    "b": {"value": 2, **when},
-                                    "c_1": {"value": 2, "measured": 5.0, "close": False, **when},
-                                    "gone": {"value": 3, **when}},
-               "my own": {"x": {"value": 1, **when}}}
+    answers = {
+        "02_data_parallel": {
+            "a": {"value": 1, "measured": 1.0, "close": True, **when},
+            "b": {"value": 2, **when},
+            "c_1": {"value": 2, "measured": 5.0, "close": False, **when},
+            "gone": {"value": 3, **when},
+        },
+        "my own": {"x": {"value": 1, **when}},
+    }
     (tmp_path / "notebooks" / "my_answers.json").write_text(json.dumps(answers))
     for name, wanting in (("ddp.average", 0), ("ddp.ring", 1)):
         task = task_of(name)
@@ -67,11 +75,17 @@ def test_json(course, capsys):
     assert said["total"]["exercises"] == len(checking.TASKS) and said["other_lessons"] == ["my own"]
 
 
-@pytest.mark.parametrize(("file", "content", "says"), [
-    ("notebooks/my_answers.json", "{", "damaged"), ("notebooks/my_answers.json", '{"a": 1}', "damaged"),
-    ("notebooks/my_answers.json", '{"02_data_parallel": {"a": {"value": 1, "close": "so"}}}', "true nor false"),
-    ("exercises/my_results.json", "[]", "damaged"), ("exercises/my_results.json", '{"ddp.ring": {}}', "whole number"),
-    ("notebooks/06_fsdp.ipynb", "{}", "not a notebook")])
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("notebooks/my_answers.json", "{", "damaged"),
+        ("notebooks/my_answers.json", '{"a": 1}', "damaged"),
+        ("notebooks/my_answers.json", '{"02_data_parallel": {"a": {"value": 1, "close": "so"}}}', "true nor false"),
+        ("exercises/my_results.json", "[]", "damaged"),
+        ("exercises/my_results.json", '{"ddp.ring": {}}', "whole number"),
+        ("notebooks/06_fsdp.ipynb", "{}", "not a notebook"),
+    ],
+)
 def test_a_bad_file_is_one_line(course, capsys, file, content, says):
     (course / file).write_text(content)
     assert main(["progress"]) == 2

@@ -7,8 +7,10 @@ import pytest
 from course_lib.commands import push
 
 
-@pytest.mark.parametrize(("folder", "name"), [
-    ("runs/tweets/model", "tweets"), ("runs/tweets/model/", "tweets"), ("somewhere/my-bert", "my-bert")])
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("runs/tweets/model", "tweets"), ("runs/tweets/model/", "tweets"), ("somewhere/my-bert", "my-bert")],
+)
 def test_the_repository_is_called_as_the_run(folder, name):
     assert push.repository(Path(folder)) == name
 

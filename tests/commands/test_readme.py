@@ -15,19 +15,49 @@ from tests.test_shown_commands import shown
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *(path for path in sorted(ROOT.glob("docs/*.md")) if path.name != "commands.md")]
-LINES = [text for page in PAGES for _, line in shown(page) for text in [line.partition("#")[0].strip()]
-         if line.startswith("course train") and "--num_processes" in line]
+LINES = [
+    text
+    for page in PAGES
+    for _, line in shown(page)
+    for text in [line.partition("#")[0].strip()]
+    if line.startswith("course train") and "--num_processes" in line
+]
 LINES = list(dict.fromkeys(LINES))  # each once
-SMALL = ("--model", "tiny-bert", "--max_train_samples", "64", "--max_eval_samples", "16", "--max_length", "16",
-         "--max_steps", "2", "--baselines", "false", "--progress_bar", "false", "--device", "cpu")
+SMALL = (
+    "--model",
+    "tiny-bert",
+    "--max_train_samples",
+    "64",
+    "--max_eval_samples",
+    "16",
+    "--max_length",
+    "16",
+    "--max_steps",
+    "2",
+    "--baselines",
+    "false",
+    "--progress_bar",
+    "false",
+    "--device",
+    "cpu",
+)
 OFTEN = next(line for line in LINES if "pipeline" in line)
 """Run in every test; what the others start is tested where it is built."""
 
 
 def test_lines_of_every_kind_are_there():
     assert len(LINES) >= 9
-    for word in ("zero2", "zero3", "fsdp", "pipeline", "tensor_parallel_size", "context_parallel_size", "zbv", "resume",
-                 "watchdog"):
+    for word in (
+        "zero2",
+        "zero3",
+        "fsdp",
+        "pipeline",
+        "tensor_parallel_size",
+        "context_parallel_size",
+        "zbv",
+        "resume",
+        "watchdog",
+    ):
         assert any(word in line for line in LINES)
 
 

@@ -42,8 +42,10 @@ def test_the_bundle_has_the_exercises_and_nothing_of_the_instructors(bundle):
 def test_no_solution_is_in_the_exercises(bundle):
     looked = 0
     for path in (bundle / "exercises").glob("*.ipynb"):
-        released = {cell.metadata.get("nbgrader", {}).get("grade_id"): cell.source
-                    for cell in nbformat.read(path, as_version=4).cells}
+        released = {
+            cell.metadata.get("nbgrader", {}).get("grade_id"): cell.source
+            for cell in nbformat.read(path, as_version=4).cells
+        }
         for name, source in answers(SOLUTIONS / path.name).items():
             stub = released[TASKS[name].grade_id]
             assert "raise NotImplementedError" in stub and "NotImplementedError" not in source and stub != source
@@ -62,7 +64,8 @@ def test_tasks_for_programs_are_written_by_name_and_what_does_not_fit_is_refused
     code, out, _ = course("release", "--format", "tasks", "--tasks", "02_data_parallel", "--out", tmp_path / "some")
     assert code == 0 and "6 tasks" in out and len(list((tmp_path / "some").iterdir())) == 6 + 3
     assert [path.name for path in (tmp_path / "some" / "grader" / "solutions" / "hidden").iterdir()] == [
-        "02_data_parallel.py"]
+        "02_data_parallel.py"
+    ]
     assert load(tmp_path / "some" / "grader" / "solutions" / "hidden" / "02_data_parallel.py").DRAW
     code, out, err = course("release", "--format", "tasks", "--out", tmp_path / "some")
     assert code == 2 and out == "" and err.endswith("some is in use: name a new folder\n")
@@ -91,7 +94,10 @@ def test_release_wants_a_clone(course, tmp_path, monkeypatch):
 
     monkeypatch.setattr(hidden, "solutions_folder", none)
     assert course("release", "--out", tmp_path / "out") == (
-        2, "", "course: no folder solutions: use the instructor's copy\n")
+        2,
+        "",
+        "course: no folder solutions: use the instructor's copy\n",
+    )
 
 
 def test_check_lists_the_exercises(course):
@@ -112,10 +118,16 @@ def test_check_of_a_notebook_and_of_a_file(course, tmp_path):
     assert code == 1 and "has no answer to it" in out
 
 
-@pytest.mark.parametrize(("name", "text", "said"), [
-    ("notes.md", "# notes", "is not a notebook"), ("bad.py", "def f(:", "bad.py: line 1 is not Python"),
-    ("empty.py", "", "has no answer to any exercise"), ("list.ipynb", "[]", "is not a notebook"),
-    ("none.ipynb", "", "is not a notebook")])
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("notes.md", "# notes", "is not a notebook"),
+        ("bad.py", "def f(:", "bad.py: line 1 is not Python"),
+        ("empty.py", "", "has no answer to any exercise"),
+        ("list.ipynb", "[]", "is not a notebook"),
+        ("none.ipynb", "", "is not a notebook"),
+    ],
+)
 def test_a_file_that_cannot_be_checked_is_named(course, tmp_path, name, text, said):
     (tmp_path / name).write_text(text)
     code, out, err = course("check", tmp_path / name)

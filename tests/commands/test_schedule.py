@@ -72,8 +72,9 @@ def test_a_table_of_ones_own_is_proved_and_simulated(course, tmp_path):
 
 
 def test_costs_are_exact_and_for_all_the_stages_of_a_rank(course):
-    _, out, _ = course("--schedule interleaved --ranks 4 --microbatches 8 --virtual 2 --cost-f 0.1 --cost-b 1/10 "
-                       "--cost-w .1 --bytes 3")
+    _, out, _ = course(
+        "--schedule interleaved --ranks 4 --microbatches 8 --virtual 2 --cost-f 0.1 --cost-b 1/10 --cost-w .1 --bytes 3"
+    )
     assert "2.85 from the first start" in out and "(3/19)" in out and "16.5, 13.5, 10.5, 7.5 by rank" in out
     _, out, _ = course("--schedule zb_h2 --ranks 4 --microbatches 8 --cost-comm 0.5")
     assert "between a rank's own first and last action" in out and "a rank waits" not in out
@@ -103,11 +104,16 @@ def test_compare_ranks_what_fits_and_says_why_the_rest_does_not(course):
     assert "No schedule fits" in course("--compare --ranks 4 --microbatches 8 --memory-limit 1/2")[1]
 
 
-@pytest.mark.parametrize(("line", "numbered"), [
-    ("--schedule 1f1b --ranks 4 --microbatches 8", True), ("--schedule zbv --ranks 4 --microbatches 8", True),
-    ("--schedule dualpipev --ranks 8 --microbatches 32", True),
-    ("--schedule interleaved --ranks 16 --microbatches 64 --virtual 4", False),
-    ("--compare --ranks 4 --microbatches 8 16 --memory-limit 4", None)])
+@pytest.mark.parametrize(
+    ("line", "numbered"),
+    [
+        ("--schedule 1f1b --ranks 4 --microbatches 8", True),
+        ("--schedule zbv --ranks 4 --microbatches 8", True),
+        ("--schedule dualpipev --ranks 8 --microbatches 32", True),
+        ("--schedule interleaved --ranks 16 --microbatches 64 --virtual 4", False),
+        ("--compare --ranks 4 --microbatches 8 16 --memory-limit 4", None),
+    ],
+)
 def test_it_is_legible_at_80_columns(course, monkeypatch, line, numbered):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = course(line)
@@ -129,7 +135,8 @@ def test_json_has_every_action_with_its_times(course):
     assert code == 0 and (read["makespan"], read["peak_activations"]) == (33, [4, 3, 2, 1])
     assert read["bubble"] == pytest.approx(3 / 11)
     assert [[action["action"] for action in row] for row in read["rows"]] == [
-        [str(action) for action in row] for row in make("1f1b", 4, 8).rows]
+        [str(action) for action in row] for row in make("1f1b", 4, 8).rows
+    ]
     assert read["rows"][3][0] == {"action": "3F0", "start": 3, "end": 4}
     code, out, _ = course("--compare --ranks 4 --microbatches 8 --memory-limit 4 --json")
     rows = json.loads(out)
@@ -142,32 +149,47 @@ def test_large_tables_are_counted_rather_than_printed(course, monkeypatch):
     assert "The table has 64 actions; write it with --csv FILE." in out and "0F0 0F1" not in out
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    ("", "given: none of --schedule, --table and --compare: give one of --schedule NAME, --table FILE and --compare"),
-    ("--schedule 1f1b --compare --ranks 2 --microbatches 2", "given: --schedule and --compare"),
-    ("--schedule 1f1b", "--ranks is missing: say how many, as in --ranks 4"),
-    ("--schedule 1f1b --ranks 4", "--microbatches is missing"),
-    ("--schedule gpip --ranks 4 --microbatches 8", "unknown schedule `gpip`: did you mean `gpipe`?"),
-    ("--schedule 1f1b --ranks 0 --microbatches 8", "0 ranks: take at least 1"),
-    ("--schedule 1f1b --ranks 4 --microbatches 8 16", "2 values of --microbatches: give one, or --compare them"),
-    ("--schedule 1f1b --ranks 4 --microbatches 8 --virtual 2", "1f1b with 2 stages a rank: it takes exactly 1"),
-    ("--schedule interleaved --ranks 4 --microbatches 8 --virtual 0", "0 stages a rank: take at least 1"),
-    ("--schedule interleaved --ranks 4 --microbatches 9", "9 micro-batches on 4 ranks: they must divide into 2 equal"),
-    ("--schedule 1f1b --ranks 4 --microbatches 8 --cost-f x", "argument --cost_f: invalid number value: 'x'"),
-    ("--schedule 1f1b --ranks 4 --microbatches 8 --cost-f 1/0", "invalid number value: '1/0'"),
-    ("--schedule 1f1b --ranks 4 --microbatches 8 --cost-f=-1", "invalid number value: '-1'"),
-    ("--schedule 1f1b --ranks 4 --microbatches 8 --cost-f 1e999999999", "invalid number value: '1e999999999'"),
-    ("--schedule 1f1b --ranks 4 --microbatches 8 --cost-f 0 --cost-b 0 --cost-w 0", "all costs are 0"),
-    ("--schedule 1f1b --ranks 4 --microbatches 8 --bytes 2 --bytes-w 3", "`kept` is 3: it is a part of `activation`"),
-    ("--schedule zb_auto --ranks 4 --microbatches 8 --memory-limit 1/2", "rank 0 cannot hold another activation"),
-    ("--schedule 1f1b --ranks 40000 --microbatches 40000", "a table of up to 9600000000 actions: take fewer"),
-    ("--schedule 1f1b --ranks 32 --microbatches 200 --png x.png", "a figure of 12800 actions: draw at most 10000"),
-    ("--schedule 1f1b --ranks 2 --microbatches 2 --png /no/such/x.png", "cannot write /no/such/x.png"),
-    ("--schedule 1f1b --ranks 2 --microbatches 2 --csv /no/such/x.csv", "cannot write /no/such/x.csv"),
-    ("--compare --ranks 2 --microbatches 2 --csv x.csv", "--csv with --compare: write one table, with --schedule NAME"),
-    ("--table /no/such.csv", "cannot read the table /no/such.csv"),
-    ("--schedule 1f1b --rank 4 --microbatches 8", "unknown option `--rank`: did you mean `--ranks`?"),
-])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "",
+            "given: none of --schedule, --table and --compare: give one of --schedule NAME, --table FILE and --compare",
+        ),
+        ("--schedule 1f1b --compare --ranks 2 --microbatches 2", "given: --schedule and --compare"),
+        ("--schedule 1f1b", "--ranks is missing: say how many, as in --ranks 4"),
+        ("--schedule 1f1b --ranks 4", "--microbatches is missing"),
+        ("--schedule gpip --ranks 4 --microbatches 8", "unknown schedule `gpip`: did you mean `gpipe`?"),
+        ("--schedule 1f1b --ranks 0 --microbatches 8", "0 ranks: take at least 1"),
+        ("--schedule 1f1b --ranks 4 --microbatches 8 16", "2 values of --microbatches: give one, or --compare them"),
+        ("--schedule 1f1b --ranks 4 --microbatches 8 --virtual 2", "1f1b with 2 stages a rank: it takes exactly 1"),
+        ("--schedule interleaved --ranks 4 --microbatches 8 --virtual 0", "0 stages a rank: take at least 1"),
+        (
+            "--schedule interleaved --ranks 4 --microbatches 9",
+            "9 micro-batches on 4 ranks: they must divide into 2 equal",
+        ),
+        ("--schedule 1f1b --ranks 4 --microbatches 8 --cost-f x", "argument --cost_f: invalid number value: 'x'"),
+        ("--schedule 1f1b --ranks 4 --microbatches 8 --cost-f 1/0", "invalid number value: '1/0'"),
+        ("--schedule 1f1b --ranks 4 --microbatches 8 --cost-f=-1", "invalid number value: '-1'"),
+        ("--schedule 1f1b --ranks 4 --microbatches 8 --cost-f 1e999999999", "invalid number value: '1e999999999'"),
+        ("--schedule 1f1b --ranks 4 --microbatches 8 --cost-f 0 --cost-b 0 --cost-w 0", "all costs are 0"),
+        (
+            "--schedule 1f1b --ranks 4 --microbatches 8 --bytes 2 --bytes-w 3",
+            "`kept` is 3: it is a part of `activation`",
+        ),
+        ("--schedule zb_auto --ranks 4 --microbatches 8 --memory-limit 1/2", "rank 0 cannot hold another activation"),
+        ("--schedule 1f1b --ranks 40000 --microbatches 40000", "a table of up to 9600000000 actions: take fewer"),
+        ("--schedule 1f1b --ranks 32 --microbatches 200 --png x.png", "a figure of 12800 actions: draw at most 10000"),
+        ("--schedule 1f1b --ranks 2 --microbatches 2 --png /no/such/x.png", "cannot write /no/such/x.png"),
+        ("--schedule 1f1b --ranks 2 --microbatches 2 --csv /no/such/x.csv", "cannot write /no/such/x.csv"),
+        (
+            "--compare --ranks 2 --microbatches 2 --csv x.csv",
+            "--csv with --compare: write one table, with --schedule NAME",
+        ),
+        ("--table /no/such.csv", "cannot read the table /no/such.csv"),
+        ("--schedule 1f1b --rank 4 --microbatches 8", "unknown option `--rank`: did you mean `--ranks`?"),
+    ],
+)
 def test_a_mistake_is_one_line(course, line, message):
     code, _, err = course(line)
     assert code == 2 and err.startswith("course: ") and err.count("\n") == 1 and message in err
@@ -175,9 +197,11 @@ def test_a_mistake_is_one_line(course, line, message):
 
 def test_the_help_names_every_schedule_and_loads_nothing():
     assert (*schedule.DRAWN, *schedule.FITTED) == (*KINDS, *FITTED)
-    code = ("import sys\nfrom course_lib.cli import parse\n"
-            "try:\n    parse(['schedule', '--help'])\nexcept SystemExit:\n    pass\n"
-            "print([name for name in ('torch', 'rich', 'matplotlib', 'fractions') if name in sys.modules])")
+    code = (
+        "import sys\nfrom course_lib.cli import parse\n"
+        "try:\n    parse(['schedule', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print([name for name in ('torch', 'rich', 'matplotlib', 'fractions') if name in sys.modules])"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240).stdout
     assert out.endswith("[]\n") and all(name in out for name in (*KINDS, *FITTED))
 

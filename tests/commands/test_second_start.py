@@ -40,14 +40,19 @@ def test_the_steps_after_it_the_card_the_summary_and_the_config_are_of_the_new_o
     code, out, _ = course(*BASE, *TOLD, "--output_dir", tmp_path / "told", "--resume_from_checkpoint", third)
     line = next(line for line in out.splitlines() if line.startswith("resumed from"))
     assert code == 0 and line.endswith(
-        "(step 3 of 6) with learning_rate 1e-05 (was 0.001), weight_decay 0.5 (was 0.01), adam_beta2 0.95 (was 0.999)")
+        "(step 3 of 6) with learning_rate 1e-05 (was 0.001), weight_decay 0.5 (was 0.01), adam_beta2 0.95 (was 0.999)"
+    )
     assert course(*BASE, "--output_dir", tmp_path / "same", "--resume_from_checkpoint", third)[0] == 0
     first, told, same = steps_of(finished), steps_of(tmp_path / "told"), steps_of(tmp_path / "same")
     assert same == {step: first[step] for step in (4, 5, 6)}
     assert [told[step][1] for step in (4, 5, 6)] == pytest.approx([first[step][1] / 100 for step in (4, 5, 6)])
     assert told[4][0] == first[4][0] and told[5][0] != first[5][0] and told[6][0] != first[6][0]
-    changes = [{"step": 3, "changed": {"learning_rate": [1e-3, 1e-5], "weight_decay": [0.01, 0.5],
-                                       "adam_beta2": [0.999, 0.95]}}]
+    changes = [
+        {
+            "step": 3,
+            "changed": {"learning_rate": [1e-3, 1e-5], "weight_decay": [0.01, 0.5], "adam_beta2": [0.999, 0.95]},
+        }
+    ]
     for folder, kept in ((tmp_path / "told", changes), (tmp_path / "same", [])):
         assert json.loads((folder / "summary.json").read_text())["train"]["changes"] == kept
     card = (tmp_path / "told" / "model" / "README.md").read_text()
@@ -57,9 +62,17 @@ def test_the_steps_after_it_the_card_the_summary_and_the_config_are_of_the_new_o
     assert config["optim"]["learning_rate"] == 1e-5
 
 
-@pytest.mark.parametrize("options", [("--seed", "1"), ("--max_length", "16"), ("--drop_last", "true"),
-                                     ("--optimizer", "sgd", "--batch_size", "8"), ("--data_seed", "7")],
-                         ids=lambda options: options[0][2:])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--seed", "1"),
+        ("--max_length", "16"),
+        ("--drop_last", "true"),
+        ("--optimizer", "sgd", "--batch_size", "8"),
+        ("--data_seed", "7"),
+    ],
+    ids=lambda options: options[0][2:],
+)
 def test_a_refusal_leaves_the_run_as_it_was_and_ends_with_what_works(course, finished, options):
     before = {path.name: path.read_bytes() for path in finished.iterdir() if path.is_file() and path.name != ".lock"}
     again = (*BASE, "--output_dir", finished, "--resume_from_checkpoint", "auto")
@@ -73,8 +86,19 @@ def test_a_refusal_leaves_the_run_as_it_was_and_ends_with_what_works(course, fin
 
 
 def test_a_run_that_diverged_goes_on_with_a_lower_rate_by_the_command_that_its_message_ends_with(course, tmp_path):
-    good = (*BASE, "--output_dir", tmp_path, "--save_steps", "1", "--lr_scheduler", "constant", "--save_total_limit",
-            "9", "--max_steps", "3")
+    good = (
+        *BASE,
+        "--output_dir",
+        tmp_path,
+        "--save_steps",
+        "1",
+        "--lr_scheduler",
+        "constant",
+        "--save_total_limit",
+        "9",
+        "--max_steps",
+        "3",
+    )
     assert course(*good)[0] == 0
     wild = (*good, "--max_steps", "9", "--learning_rate", "1e30", "--max_grad_norm", "0")
     code, _, err = course(*wild, "--resume_from_checkpoint", "auto")
@@ -95,7 +119,10 @@ def test_what_is_said_of_a_divergence_is_the_command_that_mends_it(tmp_path):
     assert late.cure == {"learning_rate": "0.001", "overwrite_output_dir": None, "resume_from_checkpoint": str(kept[1])}
     only = diverged(5, 1e30, kept)
     assert "whose weights give the same again" in str(only) and only.cure == {
-        "learning_rate": "5e-05", "overwrite_output_dir": "true", "resume_from_checkpoint": None}
+        "learning_rate": "5e-05",
+        "overwrite_output_dir": "true",
+        "resume_from_checkpoint": None,
+    }
     assert "there is no checkpoint before it" in str(diverged(2, 1e-2, []))
     assert "no learning rate is the cause" in str(diverged(1, 1e-2, [], True)) and not diverged(1, 1e-2, [], True).cure
 

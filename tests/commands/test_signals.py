@@ -47,10 +47,25 @@ def test_the_ranks_codes_are_those_of_the_wish():
 
 
 def config(folder, **more):
-    return build({"model": "tiny-bert", "max_train_samples": 60, "max_eval_samples": 8, "max_length": 32,
-                  "batch_size": 4, "max_steps": 50, "num_epochs": 100_000, "eval_steps": 0, "save_steps": 0,
-                  "logging_steps": 1, "keep_best": False, "progress_bar": False, "device": "cpu",
-                  "output_dir": str(folder)} | more)
+    return build(
+        {
+            "model": "tiny-bert",
+            "max_train_samples": 60,
+            "max_eval_samples": 8,
+            "max_length": 32,
+            "batch_size": 4,
+            "max_steps": 50,
+            "num_epochs": 100_000,
+            "eval_steps": 0,
+            "save_steps": 0,
+            "logging_steps": 1,
+            "keep_best": False,
+            "progress_bar": False,
+            "device": "cpu",
+            "output_dir": str(folder),
+        }
+        | more
+    )
 
 
 class Signalled(Callback):
@@ -80,8 +95,10 @@ def test_one_rank_is_asked_and_all_save_the_same_step(tmp_path):
     cases = [(signal.SIGTERM, 1), (signal.SIGUSR1, 0), (signal.SIGINT, 1)]
     first, second = launch(interrupted, tmp_path, cases, num_processes=2, timeout=600)
     assert first == second, "the rank that was not asked does as the other"
-    assert first == {number: (code, 4, checkpoint.name(4)) for number, code in
-                     ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130))}
+    assert first == {
+        number: (code, 4, checkpoint.name(4))
+        for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130))
+    }
     notes = {number: (tmp_path / str(number) / NOTE).exists() for number, _ in cases}
     assert notes == {signal.SIGTERM: True, signal.SIGUSR1: True, signal.SIGINT: False}
     assert json.loads((tmp_path / str(signal.SIGTERM) / NOTE).read_text()) == {"step": 4}
@@ -153,6 +170,7 @@ def test_a_launchers_last_thread_may_die_when_its_rank_has_stopped():
 
 def test_a_launcher_that_dies_thread_by_thread_is_one_wish(tmp_path):
     """The kernel tells of the end of each thread; on a busy machine a killed launcher's take their time."""
+
     def rank():
         end_with_launcher()
         try:
@@ -179,11 +197,18 @@ def test_a_launcher_that_dies_thread_by_thread_is_one_wish(tmp_path):
     assert (tmp_path / "code").read_text() == str(int(signal.SIGTERM))
 
 
-@pytest.mark.parametrize(("number", "saved", "code"), [
-    (signal.SIGUSR1, True, EXIT_RESUME), (signal.SIGTERM, True, EXIT_RESUME), (signal.SIGTERM, False, 143),
-    (signal.SIGINT, False, EXIT_INTERRUPTED)])
-def test_the_launcher_passes_the_signals_on_and_ends_with_the_ranks_code(tmp_path, monkeypatch, capsys, number, saved,
-                                                                         code):
+@pytest.mark.parametrize(
+    ("number", "saved", "code"),
+    [
+        (signal.SIGUSR1, True, EXIT_RESUME),
+        (signal.SIGTERM, True, EXIT_RESUME),
+        (signal.SIGTERM, False, 143),
+        (signal.SIGINT, False, EXIT_INTERRUPTED),
+    ],
+)
+def test_the_launcher_passes_the_signals_on_and_ends_with_the_ranks_code(
+    tmp_path, monkeypatch, capsys, number, saved, code
+):
     def launched(arguments):
         assert "SIGUSR1" in os.environ["PET_SIGNALS_TO_HANDLE"].split(",")
         assert arguments.training_script_args == ["train"]
@@ -221,6 +246,7 @@ def rank_to_signal(arguments):
 
 def launched_apart(folder, does):
     """A launcher of two such ranks in a process of its own, which ends with the code of the command."""
+
     def launch_them():
         with open(folder / "stderr", "w") as said:
             os.dup2(said.fileno(), 2)
@@ -254,8 +280,9 @@ def test_the_forked_ranks_are_told_each_signal_once(tmp_path, number):
     assert [(tmp_path / f"told-{rank}").read_text() for rank in range(2)] == [f"[{int(number)}]"] * 2
 
 
-@pytest.mark.parametrize(("does", "code", "told"), [("ends", 0, ""), ("fails", 3, ""),
-                                                    ("raises", 1, "told: a defect\n")])
+@pytest.mark.parametrize(
+    ("does", "code", "told"), [("ends", 0, ""), ("fails", 3, ""), ("raises", 1, "told: a defect\n")]
+)
 def test_a_forked_ranks_own_end_is_the_commands(tmp_path, does, code, told):
     launcher = launched_apart(tmp_path, does)
     launcher.join(240)
@@ -279,7 +306,8 @@ def test_ranks_whose_launcher_is_killed_save_and_end(tmp_path, endpoint):
     openmp.end_threads()
     launcher = multiprocessing.get_context("fork").Process(
         target=functools.partial(torchrun, nodes=(1, 1), ranks=2, endpoint=endpoint, is_head=True),
-        args=(train_for_ever, tmp_path / "run"))
+        args=(train_for_ever, tmp_path / "run"),
+    )
     launcher.start()
     try:
         until(has_lines(tmp_path / "run" / "metrics.jsonl", 3), launcher, what="three steps")

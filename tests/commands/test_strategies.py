@@ -16,16 +16,37 @@ from tests.forked_process import run_course
 def narrow_presets():
     """The usual ones: fresh interpreters, which have them, are compared with forked ones."""
 
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-TINY = ["--model", "tiny-bert", "--max_train_samples", "64", "--max_eval_samples", "32", "--max_steps", "3",
-        "--max_length", "16", "--logging_steps", "1", "--baselines", "false", "--progress_bar", "false",
-        "--device", "cpu", "--mixed_precision", "no"]  # in bf16 losses differ by how a sum is cut
+TINY = [
+    "--model",
+    "tiny-bert",
+    "--max_train_samples",
+    "64",
+    "--max_eval_samples",
+    "32",
+    "--max_steps",
+    "3",
+    "--max_length",
+    "16",
+    "--logging_steps",
+    "1",
+    "--baselines",
+    "false",
+    "--progress_bar",
+    "false",
+    "--device",
+    "cpu",
+    "--mixed_precision",
+    "no",
+]  # in bf16 losses differ by how a sum is cut
 
 
 def run(*command, env=None, cwd=ROOT):
-    return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=800, cwd=cwd,
-                          env=env)
+    return subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=800, cwd=cwd, env=env
+    )
 
 
 def losses_of(folder):
@@ -41,12 +62,12 @@ def ddp(tmp_path_factory):
     return losses_of(folder / "run")
 
 
-@pytest.mark.parametrize("strategy, engine", [
-    pytest.param("zero3", "scratch", marks=pytest.mark.long), ("fsdp", None)])
+@pytest.mark.parametrize("strategy, engine", [pytest.param("zero3", "scratch", marks=pytest.mark.long), ("fsdp", None)])
 def test_course_train_with_a_strategy(tmp_path, ddp, strategy, engine):
     chosen = ["--engine", engine] if engine else []
-    done = run_course("train", *TINY, "--num_processes", "2", "--strategy", strategy, *chosen,
-                      "--output_dir", tmp_path / "run")
+    done = run_course(
+        "train", *TINY, "--num_processes", "2", "--strategy", strategy, *chosen, "--output_dir", tmp_path / "run"
+    )
     assert done.returncode == 0, done.stderr
     # Each rank draws its own dropout masks, the same for every strategy.
     assert losses_of(tmp_path / "run") == pytest.approx(ddp, abs=5e-5)
@@ -58,15 +79,25 @@ def test_course_train_with_a_strategy(tmp_path, ddp, strategy, engine):
 
 @pytest.mark.long
 def test_under_plain_torchrun(tmp_path, ddp):
-    done = run(BIN / "torchrun", "--standalone", "--nproc_per_node", "2", "course_lib/cli.py", "train", *TINY,
-               "--strategy", "zero2", "--output_dir", tmp_path / "run")
+    done = run(
+        BIN / "torchrun",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "course_lib/cli.py",
+        "train",
+        *TINY,
+        "--strategy",
+        "zero2",
+        "--output_dir",
+        tmp_path / "run",
+    )
     assert done.returncode == 0, done.stderr
     assert losses_of(tmp_path / "run") == pytest.approx(ddp, abs=5e-5)
 
 
 def test_an_engine_that_has_no_such_strategy_is_one_line(tmp_path):
-    done = run_course("train", *TINY, "--strategy", "fsdp", "--engine", "deepspeed",
-                      "--output_dir", tmp_path / "run")
+    done = run_course("train", *TINY, "--strategy", "fsdp", "--engine", "deepspeed", "--output_dir", tmp_path / "run")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "engine deepspeed has no fsdp: for fsdp use torch, scratch, accelerate" in done.stderr
     assert not (tmp_path / "run").exists()
@@ -96,8 +127,18 @@ def test_the_generated_files_serve_any_script(tmp_path, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.config import DeepSpeedConfig  # here, or each rank would import it anew
 
-    done = run_course("train", *TINY, "--num_processes", "2", "--strategy", "zero2", "--batch_size", "2",
-                      "--output_dir", tmp_path / "run")
+    done = run_course(
+        "train",
+        *TINY,
+        "--num_processes",
+        "2",
+        "--strategy",
+        "zero2",
+        "--batch_size",
+        "2",
+        "--output_dir",
+        tmp_path / "run",
+    )
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "run"
     assert yaml.safe_load((folder / "accelerate.yaml").read_text())["num_processes"] == 2
@@ -111,13 +152,37 @@ def test_the_generated_files_serve_any_script(tmp_path, monkeypatch):
 
 
 def test_course_train_in_stages(tmp_path, ddp):
-    done = run_course("train", *TINY, "--num_processes", "2", "--training_type", "pipeline", "--schedule", "zbv",
-                      "--batch_size", "32", "--pipeline_chunks", "4", "--output_dir", tmp_path / "run")
+    done = run_course(
+        "train",
+        *TINY,
+        "--num_processes",
+        "2",
+        "--training_type",
+        "pipeline",
+        "--schedule",
+        "zbv",
+        "--batch_size",
+        "32",
+        "--pipeline_chunks",
+        "4",
+        "--output_dir",
+        tmp_path / "run",
+    )
     assert done.returncode == 0, done.stderr
     assert "zbv, 4 stages on 2 ranks × 1, 4 micro-batches" in " ".join(done.stdout.split())
     # The same rows as two processes of 16 each; the ranks draw other dropout masks, so only the first loss is near.
     assert losses_of(tmp_path / "run")[0] == pytest.approx(ddp[0], abs=0.1)
-    refused = run_course("train", *TINY, "--num_processes", "2", "--training_type", "pipeline", "--strategy", "zero3",
-                         "--output_dir", tmp_path / "other")
+    refused = run_course(
+        "train",
+        *TINY,
+        "--num_processes",
+        "2",
+        "--training_type",
+        "pipeline",
+        "--strategy",
+        "zero3",
+        "--output_dir",
+        tmp_path / "other",
+    )
     assert refused.returncode == 2 and "Traceback" not in refused.stderr and not (tmp_path / "other").exists()
     assert "zero3 moves gradients or parameters in every micro-batch" in refused.stderr

@@ -13,8 +13,24 @@ from course_lib.tracking import sweeps
 from tests.forked_process import run_course, train_forked
 
 COURSE = Path(sys.executable).parent / "course"
-TINY = ["--model", "tiny-bert", "--max_train_samples", "32", "--max_eval_samples", "16", "--max_length", "32",
-        "--max_steps", "2", "--baselines", "false", "--device", "cpu", "--save_steps", "0"]
+TINY = [
+    "--model",
+    "tiny-bert",
+    "--max_train_samples",
+    "32",
+    "--max_eval_samples",
+    "16",
+    "--max_length",
+    "32",
+    "--max_steps",
+    "2",
+    "--baselines",
+    "false",
+    "--device",
+    "cpu",
+    "--save_steps",
+    "0",
+]
 SWEEP = """
 name: try
 method: grid
@@ -36,8 +52,9 @@ def test_runs_are_ranked_and_one_that_fails_stops_no_other(tmp_path, monkeypatch
     assert len(results) == 3 and len(losses) == 2 and losses.is_monotonic_increasing
     told = re.findall(r"(\d\.\d{4}) \[(\d\.\d{4}), (\d\.\d{4})\]", done.stdout.partition("runs by loss")[2])
     whole = results.dropna(subset=["loss"])
-    assert told == [tuple(f"{row[name]:.4f}" for name in ("loss", "loss_low", "loss_high")) for _, row in
-                    whole.iterrows()], "the table has each score's 95 % interval"
+    assert told == [
+        tuple(f"{row[name]:.4f}" for name in ("loss", "loss_low", "loss_high")) for _, row in whole.iterrows()
+    ], "the table has each score's 95 % interval"
     failed = results[results["error"].notna()]
     assert len(failed) == 1 and failed.iloc[0]["learning_rate"] == 1e30 and "not a finite number" in done.stdout
     assert len(list((tmp_path / "runs").glob("*/summary.json"))) == 2
@@ -54,8 +71,11 @@ def test_runs_are_ranked_and_one_that_fails_stops_no_other(tmp_path, monkeypatch
 def test_a_stopped_sweep_goes_on(tmp_path):
     """SIGTERM while the second of four runs: it saves, the third never starts, and the same command goes on."""
     sweep = tmp_path / "sweep.yaml"
-    sweep.write_text(SWEEP.replace("[1.0e-3, 1.0e-9]", "[1.0e-3, 1.0e-4]").replace(
-        "batch_size: {values: [8]}", "max_steps: {values: [2, 100000]}"))
+    sweep.write_text(
+        SWEEP.replace("[1.0e-3, 1.0e-9]", "[1.0e-3, 1.0e-4]").replace(
+            "batch_size: {values: [8]}", "max_steps: {values: [2, 100000]}"
+        )
+    )
     line = [str(COURSE), "sweep", sweep, *TINY, "--sweep_dir", tmp_path / "runs", "--num_epochs", "100000"]
     for _ in range(2):
         with subprocess.Popen(list(map(str, line)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as begun:
@@ -68,7 +88,8 @@ def test_a_stopped_sweep_goes_on(tmp_path):
             finally:
                 begun.kill()
         assert begun.returncode == 75 and err.splitlines()[-1] == (
-            "course: sweep stopped: 1 of 4 runs have ended: the same command goes on"), err
+            "course: sweep stopped: 1 of 4 runs have ended: the same command goes on"
+        ), err
         assert list((tmp_path / "runs" / "1").glob("checkpoint-*")) and not (tmp_path / "runs" / "2").exists()
 
 
@@ -84,7 +105,9 @@ def test_a_dry_run_and_a_setting_that_no_run_could_take(tmp_path):
     sweep.write_text(SWEEP)
     done = run_course("sweep", sweep, *TINY, "--dry_run")
     assert done.returncode == 0 and done.stdout.splitlines() == [
-        "0: batch_size=8, learning_rate=0.001", "1: batch_size=8, learning_rate=1e-09"]
+        "0: batch_size=8, learning_rate=0.001",
+        "1: batch_size=8, learning_rate=1e-09",
+    ]
     sweep.write_text(SWEEP.replace("[8]", "[8, 0]"))
     refused = run_course("sweep", sweep, *TINY, "--batch_size", "8", "--sweep_dir", tmp_path / "runs")
     assert refused.returncode == 2 and "`batch_size` cannot be 0" in refused.stderr, "the sweep's value wins"

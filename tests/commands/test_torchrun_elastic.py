@@ -29,6 +29,7 @@ from tests.waiting import until
 def narrow_presets():
     """The usual ones: fresh interpreters, which have them, are compared with forked ones."""
 
+
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 TORCHRUN = Path(sys.executable).parent / "torchrun"
 STEPS, SAVE_STEPS, DIES_AT, ROWS = 24, 4, 6, 12
@@ -53,8 +54,14 @@ def model(tmp_path_factory):
     """A folder with an untrained model without dropout, whose random numbers would be the rank's own."""
     config = build({"model": "tiny-bert", "max_train_samples": 60, "max_length": 32})
     text = DataConnector(config.data, 1).load()
-    loaded = modeling.load(config.model, config.data.task, label_names=text.label_names,
-                           texts=text.splits["train"]["text"], seed=1, max_length=32)
+    loaded = modeling.load(
+        config.model,
+        config.data.task,
+        label_names=text.label_names,
+        texts=text.splits["train"]["text"],
+        seed=1,
+        max_length=32,
+    )
     loaded.model.config.update({"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0})
     folder = tmp_path_factory.mktemp("model")
     loaded.model.save_pretrained(folder)
@@ -63,10 +70,25 @@ def model(tmp_path_factory):
 
 
 def training(model, folder, **more):
-    options = {"model": model, "max_train_samples": 60, "max_eval_samples": 8, "max_length": 32, "batch_size": 4,
-               "max_steps": STEPS, "logging_steps": 1, "save_steps": SAVE_STEPS, "eval_steps": 0, "keep_best": "false",
-               "baselines": "false", "progress_bar": "false", "device": "cpu", "mixed_precision": "no",
-               "learning_rate": 1e-3, "resume_from_checkpoint": "auto", "output_dir": folder} | more
+    options = {
+        "model": model,
+        "max_train_samples": 60,
+        "max_eval_samples": 8,
+        "max_length": 32,
+        "batch_size": 4,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "save_steps": SAVE_STEPS,
+        "eval_steps": 0,
+        "keep_best": "false",
+        "baselines": "false",
+        "progress_bar": "false",
+        "device": "cpu",
+        "mixed_precision": "no",
+        "learning_rate": 1e-3,
+        "resume_from_checkpoint": "auto",
+        "output_dir": folder,
+    } | more
     return ["train", *(f"--{name}={value}" for name, value in options.items())]
 
 
@@ -99,8 +121,20 @@ class Machines:
         self.folder, self.line, self.places = folder, line, places
         # Who comes later makes one more start of all; where three have to meet, one is late more easily.
         self.last_call = 10 if places else 3
-        self.options = ["--nnodes", fewest_and_most, "--nproc_per_node", "1", "--max-restarts", "3", "--rdzv_backend",
-                        "c10d", "--rdzv_endpoint", endpoint, "--rdzv_id", "run"]
+        self.options = [
+            "--nnodes",
+            fewest_and_most,
+            "--nproc_per_node",
+            "1",
+            "--max-restarts",
+            "3",
+            "--rdzv_backend",
+            "c10d",
+            "--rdzv_endpoint",
+            endpoint,
+            "--rdzv_id",
+            "run",
+        ]
         self.started, self.ranks_seen = [], set()
 
     def start(self):
@@ -129,6 +163,7 @@ class Machines:
 
     def training_with(self, machine, world_size, step):
         """Wait until so many ranks log that step; gives this machine's."""
+
         def there():
             return self.rank_of(machine, world_size) if max(logged(self.folder / "run"), default=0) >= step else None
 
@@ -166,8 +201,9 @@ def one_dies_and_one_joins(machines, count, die):
         waiting.suspend()
         stood_at = max(logged(machines.folder / "run"))
         joined = machines.start()
-        until(lambda: was_told_to_end(waiting), head, joined,
-              what="the agent ends its rank, since a machine has joined")
+        until(
+            lambda: was_told_to_end(waiting), head, joined, what="the agent ends its rank, since a machine has joined"
+        )
         waiting.resume()
         machines.training_with(head, count, stood_at + 1)
         codes = [machine.wait(600) for machine in (head, *others[:-1], joined)]
@@ -177,8 +213,12 @@ def one_dies_and_one_joins(machines, count, die):
     finally:
         machines.end()
     assert not any(rank.is_running() for rank in machines.ranks_seen) and len(machines.ranks_seen) == 3
-    resumed = [int(line.split("(step ")[1].split()[0]) for log in sorted(machines.folder.glob("*.log"))
-               for line in log.read_text().splitlines() if line.startswith("resumed from ")]
+    resumed = [
+        int(line.split("(step ")[1].split()[0])
+        for log in sorted(machines.folder.glob("*.log"))
+        for line in log.read_text().splitlines()
+        if line.startswith("resumed from ")
+    ]
     assert len(resumed) == 2 and resumed == sorted(resumed), "one start after the death, one after the joining"
     assert DIES_AT - SAVE_STEPS < resumed[0] <= died_at, "the newest checkpoint there was"
     assert resumed[0] % SAVE_STEPS == 0
@@ -188,8 +228,9 @@ def one_dies_and_one_joins(machines, count, die):
 
 
 @pytest.mark.long
-def test_torchrun_loses_a_machine_and_gains_one_and_the_curve_is_the_undisturbed_one(tmp_path, course, model,
-                                                                                    undisturbed, endpoint):
+def test_torchrun_loses_a_machine_and_gains_one_and_the_curve_is_the_undisturbed_one(
+    tmp_path, course, model, undisturbed, endpoint
+):
     machines = Machines(tmp_path, training(model, tmp_path / "run", global_batch_size=ROWS), "1:3", endpoint)
     one_dies_and_one_joins(machines, 2, machines.kill)
     assert logged(tmp_path / "run") == pytest.approx(undisturbed, rel=TOLERANCE) and len(undisturbed) == STEPS
@@ -198,8 +239,9 @@ def test_torchrun_loses_a_machine_and_gains_one_and_the_curve_is_the_undisturbed
     assert course(*half)[0] == 0
     apart = [abs(loss - undisturbed[step]) / undisturbed[step] for step, loss in logged(tmp_path / "half").items()]
     assert len(apart) == 8 and min(apart[1:]) > 1000 * TOLERANCE, "another batch is another curve"
-    code, _, told = course(*training(model, tmp_path / "run", training_type="basic", batch_size=ROWS // 2,
-                                     max_steps=STEPS + 1))
+    code, _, told = course(
+        *training(model, tmp_path / "run", training_type="basic", batch_size=ROWS // 2, max_steps=STEPS + 1)
+    )
     assert code and "was saved with " in told and f": give --global_batch_size {ROWS}, or begin anew" in told
 
 

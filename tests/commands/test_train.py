@@ -21,6 +21,7 @@ from tests.waiting import has_lines, until
 def narrow_presets():
     """The usual ones: fresh interpreters, which have them, go on with what forked ones began."""
 
+
 ACCELERATE = ("-m", "accelerate.commands.launch")
 TORCHRUN = ("-m", "torch.distributed.run")
 
@@ -59,8 +60,20 @@ def test_a_run_leaves_config_metrics_summary_and_a_model_that_loads(course, tmp_
     assert yaml.safe_load(card.split("---")[1])["model-index"] and f"{summary['eval']['accuracy']:.4f}" in card
     assert f"{low:.4f} to {high:.4f}" in card
 
-    code, out, _ = course("evaluate", "--model", folder / "model", "--training_type", "basic", "--max_length", "32",
-                          "--max_eval_samples", "61", "--split", "test", "--json")
+    code, out, _ = course(
+        "evaluate",
+        "--model",
+        folder / "model",
+        "--training_type",
+        "basic",
+        "--max_length",
+        "32",
+        "--max_eval_samples",
+        "61",
+        "--split",
+        "test",
+        "--json",
+    )
     scores = json.loads(out.splitlines()[-1])
     assert code == 0 and scores["accuracy"] == summary["eval"]["accuracy"]
     assert scores["loss"] == pytest.approx(summary["eval"]["loss"], abs=1e-6)
@@ -69,20 +82,35 @@ def test_a_run_leaves_config_metrics_summary_and_a_model_that_loads(course, tmp_
 
 def test_causal_and_masked_language_models(course, tmp_path):
     for task, model in (("causal_lm", "tiny-gpt2"), ("masked_lm", "tiny-bert")):
-        code, out, err = course("train", *QUICK, "--task", task, "--model", model, "--training_type", "basic",
-                                "--output_dir", tmp_path / task)
+        code, out, err = course(
+            "train",
+            *QUICK,
+            "--task",
+            task,
+            "--model",
+            model,
+            "--training_type",
+            "basic",
+            "--output_dir",
+            tmp_path / task,
+        )
         assert code == 0, err
         scores = summary_of(tmp_path / task)["eval"]
         assert scores["perplexity"] > 1 and "accuracy" not in scores and "perplexity" in out
         assert all(low < scores[name] < high for name, (low, high) in scores["interval95"].items())
 
 
-@pytest.mark.parametrize(("launcher", "options", "env"), [
-    pytest.param((), ("--num_processes", "2"), {}, marks=pytest.mark.long),
-    ((*ACCELERATE, "--cpu", "--num_processes", "2"), (), {}),
-    pytest.param((*TORCHRUN, "--standalone", "--nproc_per_node", "2"), (), {"OMP_NUM_THREADS": "1"},
-                 marks=pytest.mark.long),
-], ids=["plainly", "accelerate-launch-that-starts-one", "torchrun"])
+@pytest.mark.parametrize(
+    ("launcher", "options", "env"),
+    [
+        pytest.param((), ("--num_processes", "2"), {}, marks=pytest.mark.long),
+        ((*ACCELERATE, "--cpu", "--num_processes", "2"), (), {}),
+        pytest.param(
+            (*TORCHRUN, "--standalone", "--nproc_per_node", "2"), (), {"OMP_NUM_THREADS": "1"}, marks=pytest.mark.long
+        ),
+    ],
+    ids=["plainly", "accelerate-launch-that-starts-one", "torchrun"],
+)
 def test_two_ranks_however_it_is_started(tmp_path, launcher, options, env):
     done = run("train", *QUICK, "--output_dir", tmp_path, *options, launcher=launcher, **env)
     assert done.returncode == 0, done.stderr
@@ -95,16 +123,38 @@ def test_two_ranks_however_it_is_started(tmp_path, launcher, options, env):
 
 
 def test_fewer_ranks_than_asked_for_are_refused(tmp_path):
-    done = run("train", *QUICK, "--output_dir", tmp_path, "--num_processes", "3",
-               launcher=(*TORCHRUN, "--standalone", "--nproc_per_node", "2"), OMP_NUM_THREADS="1")
+    done = run(
+        "train",
+        *QUICK,
+        "--output_dir",
+        tmp_path,
+        "--num_processes",
+        "3",
+        launcher=(*TORCHRUN, "--standalone", "--nproc_per_node", "2"),
+        OMP_NUM_THREADS="1",
+    )
     assert done.returncode != 0 and "num_processes is 3, and the launcher started 2" in done.stderr
     assert not (tmp_path / "summary.json").exists()
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_ctrl_c_saves_and_exits_130_and_the_run_goes_on(tmp_path, ranks):
-    options = ("train", *QUICK, "--output_dir", tmp_path, "--max_steps", "2000", "--save_steps", "0",
-               "--num_processes", ranks, "--num_epochs", "1000", "--eval_steps", "0")
+    options = (
+        "train",
+        *QUICK,
+        "--output_dir",
+        tmp_path,
+        "--max_steps",
+        "2000",
+        "--save_steps",
+        "0",
+        "--num_processes",
+        ranks,
+        "--num_epochs",
+        "1000",
+        "--eval_steps",
+        "0",
+    )
     process = subprocess.Popen(command(*options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for_lines(tmp_path / "metrics.jsonl", 5, process)
     below = psutil.Process(process.pid).children(recursive=True)
@@ -128,8 +178,10 @@ def wait_for_lines(path, count, process):
 
 def test_help_imports_nothing_heavy():
     """What keeps it under 0.3 s; benchmarks/startup.py measures it."""
-    code = ("import sys; from course_lib import cli\n"
-            "try: cli.parse(['train', '--help'])\n"
-            "except SystemExit: print(*{'torch', 'numpy', 'transformers', 'pydantic', 'yaml'} & set(sys.modules))")
+    code = (
+        "import sys; from course_lib import cli\n"
+        "try: cli.parse(['train', '--help'])\n"
+        "except SystemExit: print(*{'torch', 'numpy', 'transformers', 'pydantic', 'yaml'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--batch_size" in done.stdout and done.stdout.splitlines()[-1] == ""

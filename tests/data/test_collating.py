@@ -15,8 +15,15 @@ VOCABULARY = np.arange(5, 1000)
 
 
 def rows(*lengths, **columns):
-    return [{"input_ids": [CLS, *range(10, 8 + length), SEP], "labels": number % 3, "length": length,
-             **{name: values[number] for name, values in columns.items()}} for number, length in enumerate(lengths)]
+    return [
+        {
+            "input_ids": [CLS, *range(10, 8 + length), SEP],
+            "labels": number % 3,
+            "length": length,
+            **{name: values[number] for name, values in columns.items()},
+        }
+        for number, length in enumerate(lengths)
+    ]
 
 
 def masking(**options):
@@ -29,7 +36,10 @@ def masking(**options):
 def test_rows_are_padded_to_the_longest():
     batch = Collator("classification", PAD)(rows(3, 7, 5))
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in batch.items()} == {
-        "input_ids": ((3, 7), torch.int64), "attention_mask": ((3, 7), torch.int64), "labels": ((3,), torch.int64)}
+        "input_ids": ((3, 7), torch.int64),
+        "attention_mask": ((3, 7), torch.int64),
+        "labels": ((3,), torch.int64),
+    }
     assert batch["input_ids"][0].tolist() == [CLS, 10, SEP, PAD, PAD, PAD, PAD]
     assert batch["attention_mask"].tolist() == [[1] * length + [0] * (7 - length) for length in (3, 7, 5)]
     assert batch["labels"].tolist() == [0, 1, 2]
@@ -42,10 +52,17 @@ def test_padding_on_the_left():
     assert batch["labels"].tolist() == [[IGNORE, IGNORE, CLS, 10, SEP], [CLS, 10, 11, 12, SEP]]
 
 
-@pytest.mark.parametrize(("options", "width"), [
-    ({}, 9), ({"pad_to": 20}, 20), ({"pad_to_multiple_of": 8}, 16), ({"pad_to": 20, "pad_to_multiple_of": 8}, 24),
-    ({"pad_to_multiple_of": 8, "max_positions": 12}, 12), ({"pad_to_multiple_of": 3}, 9),
-])
+@pytest.mark.parametrize(
+    ("options", "width"),
+    [
+        ({}, 9),
+        ({"pad_to": 20}, 20),
+        ({"pad_to_multiple_of": 8}, 16),
+        ({"pad_to": 20, "pad_to_multiple_of": 8}, 24),
+        ({"pad_to_multiple_of": 8, "max_positions": 12}, 12),
+        ({"pad_to_multiple_of": 3}, 9),
+    ],
+)
 def test_the_width_of_a_batch(options, width):
     batch = Collator("classification", PAD, **options)(rows(4, 9))
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (2, width)
@@ -73,8 +90,9 @@ def test_ids_may_be_lists_arrays_or_tensors(kind):
         assert all(torch.equal(tensor, collator(rows(3, 6))[name]) for name, tensor in collator(given).items())
 
 
-@pytest.mark.parametrize("collator", [Collator("classification", PAD), Collator("causal_lm", PAD), masking()],
-                         ids=lambda config: config.task)
+@pytest.mark.parametrize(
+    "collator", [Collator("classification", PAD), Collator("causal_lm", PAD), masking()], ids=lambda config: config.task
+)
 def test_filler_rows_have_no_targets(collator):
     batch = collator(rows(6, 6, 6, ignore=[False, True, True], mask_seed=[(1, 0, row) for row in range(3)]))
     targets = (batch["labels"] != IGNORE).view(3, -1).any(1)
@@ -127,8 +145,11 @@ def test_masks_have_the_rates_of_bert():
     shares = {"predicted": (predicted.sum() / tokens, 0.15, tokens)}
     targets = int(predicted.sum())
     masked, kept = read[predicted] == MASK, read[predicted] == labels[predicted]
-    shares |= {"masked": (masked.float().mean(), 0.8, targets), "kept": (kept.float().mean(), 0.1, targets),
-               "replaced": ((~masked & ~kept).float().mean(), 0.1, targets)}
+    shares |= {
+        "masked": (masked.float().mean(), 0.8, targets),
+        "kept": (kept.float().mean(), 0.1, targets),
+        "replaced": ((~masked & ~kept).float().mean(), 0.1, targets),
+    }
     for name, (share, wanted, size) in shares.items():
         error = 5 * (wanted * (1 - wanted) / size) ** 0.5
         assert float(share) == pytest.approx(wanted, abs=error), name

@@ -22,8 +22,9 @@ def load(path, seed=42, **options):
 
 
 def table(size=40, classes=2, texts="text", labels="label"):
-    return pd.DataFrame({texts: [f"words of row {row}" for row in range(size)],
-                         labels: [row % classes for row in range(size)]})
+    return pd.DataFrame(
+        {texts: [f"words of row {row}" for row in range(size)], labels: [row % classes for row in range(size)]}
+    )
 
 
 def rows_of(data):
@@ -66,10 +67,12 @@ def test_short_rows_of_a_file_make_few_records(kind, tmp_path):
 
 
 # The shapes of data sets on the Hub: columns, number of classes, whether the classes have names.
-SHAPES = {"dair-ai/emotion": (6, ["sadness", "joy", "love", "anger", "fear", "surprise"], "validation"),
-          "imdb": (2, ["neg", "pos"], None),
-          "ag_news": (4, ["World", "Sports", "Business", "Sci/Tech"], None),
-          "yelp_polarity": (2, ["1", "2"], None)}
+SHAPES = {
+    "dair-ai/emotion": (6, ["sadness", "joy", "love", "anger", "fear", "surprise"], "validation"),
+    "imdb": (2, ["neg", "pos"], None),
+    "ag_news": (4, ["World", "Sports", "Business", "Sci/Tech"], None),
+    "yelp_polarity": (2, ["1", "2"], None),
+}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -107,14 +110,17 @@ def test_csv_columns_are_text_whatever_they_look_like(tmp_path):
     assert sorted(texts) == sorted(frame["text"])
 
 
-@pytest.mark.parametrize(("labels", "names"), [
-    (["pos", "neg"], ("neg", "pos")),
-    ([10, 9], ("9", "10")),
-    (["10", "9"], ("9", "10")),
-    ([1.0, 0.0], ("0", "1")),
-    ([True, False], ("false", "true")),
-    (pd.Categorical(["b", "a"]), ("a", "b")),
-])
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (["pos", "neg"], ("neg", "pos")),
+        ([10, 9], ("9", "10")),
+        (["10", "9"], ("9", "10")),
+        ([1.0, 0.0], ("0", "1")),
+        ([True, False], ("false", "true")),
+        (pd.Categorical(["b", "a"]), ("a", "b")),
+    ],
+)
 def test_classes_are_named_and_numbered_in_order(labels, names, tmp_path):
     frame = pd.DataFrame({"text": ["first", "second"], "label": labels})
     frame.to_parquet(tmp_path / "train.parquet")
@@ -135,8 +141,10 @@ def test_plain_text_is_lines_or_paragraphs(tmp_path):
     (tmp_path / "paragraphs.txt").write_text("first\nparagraph\n\nsecond one\r\n\r\nthird\n", encoding="utf-8")
     lines = load(tmp_path / "lines.txt", task="causal_lm", validation_fraction=0.33)
     paragraphs = load(tmp_path / "paragraphs.txt", task="masked_lm", validation_fraction=0.33)
-    for data, wanted in ((lines, ["first line\n", "second line\n", "third line\n\n"]),
-                         (paragraphs, ["first\nparagraph\n\n", "second one\r\n\r\n", "third\n"])):
+    for data, wanted in (
+        (lines, ["first line\n", "second line\n", "third line\n\n"]),
+        (paragraphs, ["first\nparagraph\n\n", "second one\r\n\r\n", "third\n"]),
+    ):
         assert sorted(text for rows in data.splits.values() for text in rows["text"]) == wanted
         assert data.label_names is None and data.splits["train"].column_names == ["text"]
 
@@ -201,8 +209,10 @@ def test_a_missing_validation_split_is_cut_and_said(tmp_path):
     assert sorted(text for rows in data.splits.values() for text in rows["text"]) == sorted(table(100)["text"])
     assert rows_of(data) == rows_of(again) != rows_of(other)
     assert data.fingerprint == again.fingerprint != other.fingerprint
-    assert data.notes == ("no validation split: 20 rows (20% in each class, seed 1) are cut from the training split",
-                          "no test split: 20 rows (20% in each class, seed 1) are cut from the training split")
+    assert data.notes == (
+        "no validation split: 20 rows (20% in each class, seed 1) are cut from the training split",
+        "no test split: 20 rows (20% in each class, seed 1) are cut from the training split",
+    )
 
 
 def test_a_test_split_alone_leaves_the_validation_rows_as_they_were(tmp_path):
@@ -222,8 +232,10 @@ def test_few_rows_make_no_test_split_and_that_is_said(tmp_path):
     table(3).to_csv(tmp_path / "rows.csv", index=False)
     data = load(tmp_path / "rows.csv")
     assert list(data.splits) == ["train", "validation"]
-    assert data.notes[1] == ("no test split, and 3 rows are too few to cut one: the validation split, by which the "
-                             "best model is chosen, stands in for it")
+    assert data.notes[1] == (
+        "no test split, and 3 rows are too few to cut one: the validation split, by which the "
+        "best model is chosen, stands in for it"
+    )
 
 
 def test_samples_are_limited_to_the_first_rows_of_each_split(tmp_path):
@@ -258,8 +270,9 @@ def test_splits_go_by_the_names_that_are_given(tmp_path):
 def test_the_fingerprint_names_texts_labels_and_order(tmp_path):
     prints = set()
     frame = table(40)
-    for number, variant in enumerate([frame, frame[::-1], frame.assign(label=1 - frame["label"]),
-                                      frame.assign(text=frame["text"] + "!")]):
+    for number, variant in enumerate(
+        [frame, frame[::-1], frame.assign(label=1 - frame["label"]), frame.assign(text=frame["text"] + "!")]
+    ):
         variant.to_csv(tmp_path / f"{number}.csv", index=False)
         prints.add(load(tmp_path / f"{number}.csv").fingerprint)
     assert len(prints) == 4
@@ -309,27 +322,51 @@ def changed(row, column, value):
 
 
 WRONG = {
-    "latin-1": ({"train.csv": "text,label\nwell,0\ncaf\xe9,1\n".encode("latin-1")}, {},
-                r"train\.csv is not UTF-8 \(byte 21\): it has `café` as cp1252.*give --encoding cp1252"),
-    "Cyrillic": ({"train.csv": "text,label\nПривет как дела,0\nочень хорошо всё,1\n".encode("cp1251")}, {},
-                 r"it has `Привет` as cp1251; .*give --encoding cp1251$"),
-    "another encoding": ({"train.csv": "text,label\ncaf\xe9,0\n".encode("latin-1")}, {"encoding": "utf-8"},
-                         r"is not utf-8 \(byte 14\)"),
+    "latin-1": (
+        {"train.csv": "text,label\nwell,0\ncaf\xe9,1\n".encode("latin-1")},
+        {},
+        r"train\.csv is not UTF-8 \(byte 21\): it has `café` as cp1252.*give --encoding cp1252",
+    ),
+    "Cyrillic": (
+        {"train.csv": "text,label\nПривет как дела,0\nочень хорошо всё,1\n".encode("cp1251")},
+        {},
+        r"it has `Привет` as cp1251; .*give --encoding cp1251$",
+    ),
+    "another encoding": (
+        {"train.csv": "text,label\ncaf\xe9,0\n".encode("latin-1")},
+        {"encoding": "utf-8"},
+        r"is not utf-8 \(byte 14\)",
+    ),
     "not the encoding": ({"train.csv": table()}, {"encoding": "utf-32"}, "train.csv is not utf-32 .byte 0.: name"),
     "no encoding": ({"train.csv": table()}, {"encoding": "cp1253b"}, "no encoding `cp1253b`: did you mean `cp12"),
     "encoding of Parquet": ({"train.parquet": table()}, {"encoding": "cp1252"}, "encoding `cp1252` has no meaning for"),
     "separator of JSON": ({"train.jsonl": table()}, {"separator": ";"}, "separator `;` has no meaning .* CSV files"),
-    "two separators": ({"train.csv": b"text;a,label\n" + b"x;y,z\n" * 9}, {},
-                       "could be separated by `,` or by `;`: say by which with --separator"),
-    "fractions": ({"train.csv": table(60).assign(label=np.linspace(0, 1, 60), stars=[1, 2, 3] * 20)}, {},
-                  "column `label` .* has 60 different values in 60 rows .*numbers to predict, and regression is not "
-                  "here .*--label_column: stars would do"),
-    "sentences": ({"train.csv": table(60).assign(label=[f"it is about row {row}" for row in range(60)])}, {},
-                  "texts, not classes: name a column of classes with --label_column; no other column here would do"),
-    "identifiers": ({"train.csv": table(60).assign(label=[f"id{row}" for row in range(60)])}, {},
-                    "nearly as many as rows, so no classes"),
-    "swapped": ({"train.csv": table(60)}, {"text_column": "label", "label_column": "text"},
-                "column `label` looks like the classes: are the two swapped. Give --text_column text --label_col"),
+    "two separators": (
+        {"train.csv": b"text;a,label\n" + b"x;y,z\n" * 9},
+        {},
+        "could be separated by `,` or by `;`: say by which with --separator",
+    ),
+    "fractions": (
+        {"train.csv": table(60).assign(label=np.linspace(0, 1, 60), stars=[1, 2, 3] * 20)},
+        {},
+        "column `label` .* has 60 different values in 60 rows .*numbers to predict, and regression is not "
+        "here .*--label_column: stars would do",
+    ),
+    "sentences": (
+        {"train.csv": table(60).assign(label=[f"it is about row {row}" for row in range(60)])},
+        {},
+        "texts, not classes: name a column of classes with --label_column; no other column here would do",
+    ),
+    "identifiers": (
+        {"train.csv": table(60).assign(label=[f"id{row}" for row in range(60)])},
+        {},
+        "nearly as many as rows, so no classes",
+    ),
+    "swapped": (
+        {"train.csv": table(60)},
+        {"text_column": "label", "label_column": "text"},
+        "column `label` looks like the classes: are the two swapped. Give --text_column text --label_col",
+    ),
     "all cut off": ({"train.csv": table()}, {"validation_fraction": 0.5}, "cut off twice.*give less than 0.5"),
     "empty file": ({"train.csv": b""}, {}, r"train\.csv is empty"),
     "header only": ({"train.csv": b"text,label\n"}, {}, r"train\.csv has no rows"),
@@ -337,49 +374,94 @@ WRONG = {
     "empty validation": ({"train.csv": table(), "validation.csv": table(0)}, {}, r"validation\.csv has no rows"),
     "broken json": ({"train.jsonl": b'{"text": "a", "label": \n'}, {}, r"train\.jsonl, line 1: it is no JSON"),
     "broken parquet": ({"train.parquet": b"PAR?"}, {}, r"train\.parquet cannot be read as parquet"),
-    "open quote": ({"train.csv": b'text,label\n"a,0\n'}, {},
-                   r"train\.csv, line 2: it begins a quoted text that has no end: .*--quoting none"),
-    "one long row": ({"train.csv": b"text,label\na,0\nb,c,1\n"}, {},
-                     "line 3: it has 3 fields, and the header 2: mend that line"),
-    "long rows": ({"train.csv": b"text,label\na,z,0\nb,c,1\n"}, {},
-                  "line 2: it has 3 fields, and the header 2: mend that line"),
-    "no column text": ({"train.csv": table(texts="body")}, {},
-                       "has the columns body, label, and none is known to be the text: name it with --text_column"),
-    "two columns text": ({"train.csv": table().assign(Review="again")}, {},
-                         "text and Review could each be the text: name it with --text_column"),
-    "no column label": ({"train.csv": table(labels="stars")}, {},
-                        "none is known to be the label: name it with --label_column"),
-    "column misspelt": ({"train.csv": table(texts="body")}, {"text_column": "bodi"},
-                        "has no column `bodi`, only body, label: did you mean `body`"),
+    "open quote": (
+        {"train.csv": b'text,label\n"a,0\n'},
+        {},
+        r"train\.csv, line 2: it begins a quoted text that has no end: .*--quoting none",
+    ),
+    "one long row": (
+        {"train.csv": b"text,label\na,0\nb,c,1\n"},
+        {},
+        "line 3: it has 3 fields, and the header 2: mend that line",
+    ),
+    "long rows": (
+        {"train.csv": b"text,label\na,z,0\nb,c,1\n"},
+        {},
+        "line 2: it has 3 fields, and the header 2: mend that line",
+    ),
+    "no column text": (
+        {"train.csv": table(texts="body")},
+        {},
+        "has the columns body, label, and none is known to be the text: name it with --text_column",
+    ),
+    "two columns text": (
+        {"train.csv": table().assign(Review="again")},
+        {},
+        "text and Review could each be the text: name it with --text_column",
+    ),
+    "no column label": (
+        {"train.csv": table(labels="stars")},
+        {},
+        "none is known to be the label: name it with --label_column",
+    ),
+    "column misspelt": (
+        {"train.csv": table(texts="body")},
+        {"text_column": "bodi"},
+        "has no column `bodi`, only body, label: did you mean `body`",
+    ),
     "label column misspelt": ({"train.csv": table()}, {"label_column": "lable"}, "no column `lable`.*you mean `label`"),
     "text of numbers": ({"train.parquet": table().assign(text=1.5)}, {}, "column `text` .* holds double, not text"),
-    "labels of lists": ({"train.jsonl": b'{"text": "a", "label": [1]}\n'}, {},
-                        "column `label` .* not one class per row"),
-    "labels of two types": ({"train.jsonl": b'{"text": "a", "label": 1}\n{"text": "b", "label": "x"}\n'}, {},
-                            "column `label` of the train split holds values of several types"),
+    "labels of lists": (
+        {"train.jsonl": b'{"text": "a", "label": [1]}\n'},
+        {},
+        "column `label` .* not one class per row",
+    ),
+    "labels of two types": (
+        {"train.jsonl": b'{"text": "a", "label": 1}\n{"text": "b", "label": "x"}\n'},
+        {},
+        "column `label` of the train split holds values of several types",
+    ),
     "fractional labels": ({"train.parquet": table().assign(label=0.5)}, {}, r"holds 0\.5 in row 0 \(from 0\)"),
-    "label missing": ({"train.csv": changed(7, "label", None)}, {},
-                      r"row 7 \(from 0\) of the train split has no label in column `label`: give every row a class$"),
+    "label missing": (
+        {"train.csv": changed(7, "label", None)},
+        {},
+        r"row 7 \(from 0\) of the train split has no label in column `label`: give every row a class$",
+    ),
     "label NaN": ({"train.parquet": table().assign(label=[0.0] * 39 + [float("nan")])}, {}, "row 39 .* has no label"),
     "label null": ({"train.jsonl": changed(3, "label", None)}, {}, "row 3 .* has no label"),
     "label blank": ({"train.csv": table().assign(label=["a"] * 38 + [" ", "b"])}, {}, "row 38 .* has no label"),
-    "label hidden": ({"train.csv": table(), "test.parquet": changed(5, "label", -1).astype({"label": int})}, {},
-                     "`-1` in row 5 .* of the test split does not occur in the training split: it often stands for no"),
-    "all labels hidden": ({"train.csv": table(), "test.parquet": table().assign(label=-1)}, {},
-                          "the test split has no labels: every row has `-1`: name another split with --test_split"),
-    "label unseen": ({"train.csv": table(), "test.csv": table(classes=3)}, {},
-                     r"label `2` in row 2 \(from 0\) of the test split does not occur in the training split"),
+    "label hidden": (
+        {"train.csv": table(), "test.parquet": changed(5, "label", -1).astype({"label": int})},
+        {},
+        "`-1` in row 5 .* of the test split does not occur in the training split: it often stands for no",
+    ),
+    "all labels hidden": (
+        {"train.csv": table(), "test.parquet": table().assign(label=-1)},
+        {},
+        "the test split has no labels: every row has `-1`: name another split with --test_split",
+    ),
+    "label unseen": (
+        {"train.csv": table(), "test.csv": table(classes=3)},
+        {},
+        r"label `2` in row 2 \(from 0\) of the test split does not occur in the training split",
+    ),
     "one class": ({"train.csv": table(classes=1)}, {}, "every row of the training split has the label `0`"),
     "text missing": ({"train.csv": changed(11, "text", None)}, {}, r"row 11 \(from 0\) of the train split has no text"),
     "text blank": ({"train.jsonl": changed(12, "text", " &nbsp; ")}, {}, "row 12 .* has no text in column `text`"),
     "all text blank": ({"train.csv": table().assign(text=" ")}, {"task": "causal_lm"}, "has no text in column `text`"),
     "text without classes": ({"train.txt": b"a\nb\n"}, {}, "no column but `text`, so no classes: use --task causal_lm"),
-    "split misspelt": ({"train.csv": table(), "dev.csv": table()}, {"validation_split": "dew"},
-                       "has no split `dew`: did you mean `dev`"),
+    "split misspelt": (
+        {"train.csv": table(), "dev.csv": table()},
+        {"validation_split": "dew"},
+        "has no split `dew`: did you mean `dev`",
+    ),
     "no train split": ({"test.csv": table()}, {}, "has no split `train`: choose from `test`"),
     "too few to cut": ({"train.csv": table(2)}, {}, "has 2 rows, too few to cut a validation split from"),
-    "two kinds": ({"train.csv": table(), "train.jsonl": table()}, {},
-                  r"holds the split `train` more than once \(train\.csv, train\.jsonl\): keep one of them"),
+    "two kinds": (
+        {"train.csv": table(), "train.jsonl": table()},
+        {},
+        r"holds the split `train` more than once \(train\.csv, train\.jsonl\): keep one of them",
+    ),
     "no data": ({"notes.md": b"words"}, {}, "holds no data: it needs train, validation and test files"),
 }
 
@@ -398,8 +480,10 @@ def test_the_separator_is_found_or_named(separator, tmp_path):
     frame = table().assign(text=[f"so, {row}; a|b\tand “more”" for row in range(40)])
     frame.to_csv(tmp_path / "rows.csv", index=False, sep=separator)
     name = {"\t": "tab"}.get(separator, separator)
-    found, named = load(tmp_path / "rows.csv", clean_text=False), load(tmp_path / "rows.csv", separator=name,
-                                                                      clean_text=False)
+    found, named = (
+        load(tmp_path / "rows.csv", clean_text=False),
+        load(tmp_path / "rows.csv", separator=name, clean_text=False),
+    )
     assert sorted(sum(rows_of(found).values(), [])) == sorted(zip(frame["text"], frame["label"], strict=True))
     assert rows_of(found) == rows_of(named)
     with pytest.raises(DataError, match="columns|line 2"):
@@ -411,8 +495,11 @@ def test_the_separator_is_found_or_named(separator, tmp_path):
 def test_encodings_are_found_by_their_mark_or_named(encoding, kind, tmp_path):
     frame = table().assign(text=[f"un café, {row}" for row in range(40)])
     path = tmp_path / f"rows.{kind}"
-    text = {"csv": frame.to_csv(index=False), "jsonl": frame.to_json(orient="records", lines=True, force_ascii=False),
-            "txt": "\n".join(frame["text"])}[kind]
+    text = {
+        "csv": frame.to_csv(index=False),
+        "jsonl": frame.to_json(orient="records", lines=True, force_ascii=False),
+        "txt": "\n".join(frame["text"]),
+    }[kind]
     path.write_bytes(text.encode(encoding))
     data = load(path, task="causal_lm", encoding="cp1252" if encoding == "cp1252" else None)
     texts = [text.removesuffix("\n") for rows in data.splits.values() for text in rows["text"]]
@@ -426,8 +513,7 @@ def test_lines_are_the_same_whatever_pieces_they_are_read_in(encoding, piece, tm
     text, path = "un café\r\nund Bäume\rund\n\n" * 5 + "Ende", tmp_path / "rows.txt"
     path.write_bytes(text.encode(encoding))
     named = None if encoding in ("utf-8", "utf-16", "utf-32") else encoding
-    assert list(plain_files.read_lines(path, named)) == [
-        *["un café\r\n", "und Bäume\r", "und\n", "\n"] * 5, "Ende"]
+    assert list(plain_files.read_lines(path, named)) == [*["un café\r\n", "und Bäume\r", "und\n", "\n"] * 5, "Ende"]
     broken = bytes([*text.encode("utf-16-le"), 0x00, 0xDC, *"abc".encode("utf-16-le")])  # half a character
     path.write_bytes(broken)
     with pytest.raises(DataError, match=rf"rows.txt is not utf-16-le \(byte {2 * len(text)}\)"):
@@ -459,14 +545,17 @@ def test_the_row_that_is_named_is_the_one_in_the_file(tmp_path):
         load(tmp_path / "rows.csv", max_train_samples=5)
 
 
-@pytest.mark.parametrize(("name", "options", "said"), [
-    ("nowhere/deep/down.csv", {}, r"no file or folder nowhere/deep/down\.csv"),
-    ("./rows.csw", {}, r"no file or folder \./rows\.csw: did you mean `rows\.csv`"),
-    ("picture.png", {}, r"picture\.png is of an unknown kind: give \.csv, \.tsv"),
-    ("pydocs", {}, "pydocs has no classes: use --task causal_lm or masked_lm"),
-    ("tweets", {"dataset_config": "plain"}, "dataset_config `plain` has no meaning for `tweets`"),
-    ("tweets", {"train_split": "trian"}, "tweets has no split `trian`: did you mean `train`"),
-])
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("nowhere/deep/down.csv", {}, r"no file or folder nowhere/deep/down\.csv"),
+        ("./rows.csw", {}, r"no file or folder \./rows\.csw: did you mean `rows\.csv`"),
+        ("picture.png", {}, r"picture\.png is of an unknown kind: give \.csv, \.tsv"),
+        ("pydocs", {}, "pydocs has no classes: use --task causal_lm or masked_lm"),
+        ("tweets", {"dataset_config": "plain"}, "dataset_config `plain` has no meaning for `tweets`"),
+        ("tweets", {"train_split": "trian"}, "tweets has no split `trian`: did you mean `train`"),
+    ],
+)
 def test_names_that_mean_nothing_here(name, options, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "picture.png").write_bytes(b"png")

@@ -15,10 +15,14 @@ from course_lib.data.collating import IGNORE, Collator
 from course_lib.data.conversations import CHATML, Chat
 from course_lib.errors import ConfigError, DataError, ModelError
 
-TALKS = [[{"role": "user", "content": f"question {row}?"},
-          {"role": "assistant", "content": f"answer {row}" * (row % 3)},
-          *([{"role": "user", "content": "more"}, {"role": "assistant", "content": "no"}] if row % 2 else [])]
-         for row in range(12)]
+TALKS = [
+    [
+        {"role": "user", "content": f"question {row}?"},
+        {"role": "assistant", "content": f"answer {row}" * (row % 3)},
+        *([{"role": "user", "content": "more"}, {"role": "assistant", "content": "no"}] if row % 2 else []),
+    ]
+    for row in range(12)
+]
 UNMARKED = re.sub(r"\{% (end)?generation %\}", "", CHATML)
 
 
@@ -48,8 +52,9 @@ def write_lines(folder, talks=TALKS, column="messages", split="train"):
 WRITERS = {
     "json lines": write_lines,
     "ShareGPT": lambda folder: write_lines(folder, [shared(talk) for talk in TALKS], "conversations"),
-    "parquet": lambda folder: pq.write_table(pa.table({"messages": TALKS, "text": ["x"] * 12}),
-                                             folder / "train.parquet"),
+    "parquet": lambda folder: pq.write_table(
+        pa.table({"messages": TALKS, "text": ["x"] * 12}), folder / "train.parquet"
+    ),
     "saved": lambda folder: datasets.Dataset.from_dict({"prompt": ["x"] * 12, "messages": TALKS}).save_to_disk(folder),
 }
 
@@ -80,8 +85,9 @@ def test_answers_alone_are_learnt_of_every_kind_of_file(kind, tmp_path, tokenize
     assert "question" in "".join(data.training_texts) and "role" not in "".join(data.training_texts)
     _, done = processed(folder, tokenizer, max_length=200)
     learnt = sorted(said(tokenizer, row) for rows in done.splits.values() for row in rows)
-    assert learnt == sorted("".join(turn["content"] + "<|im_end|>" for turn in talk if turn["role"] == "assistant")
-                            for talk in TALKS)
+    assert learnt == sorted(
+        "".join(turn["content"] + "<|im_end|>" for turn in talk if turn["role"] == "assistant") for talk in TALKS
+    )
     train = done.splits["train"]
     tokens = sum(len(said(tokenizer, row)) for row in train)
     assert f"train: the loss is over the {tokens:,} tokens of answers alone" in done.notes
@@ -102,15 +108,22 @@ def test_a_template_without_marks_is_asked_by_prefixes(tokenizer):
         assert len(more) == sum(turn["role"] == "assistant" for turn in talk)
 
 
-@pytest.mark.parametrize(("template", "talk", "told"), [
-    (UNMARKED.replace("message['content'] +", "(message['content'] if loop.last else 'thought') +"), TALKS[1],
-     "renders what comes before turn"),
-    (UNMARKED, TALKS[0][1:], "begins with an answer"),
-    ("{{ raise_exception('roles have to take turns') }}", TALKS[0], "refuses it .roles have to take turns"),
-    (CHATML, [], "holds no conversation"), (CHATML, None, "holds no conversation"),
-    (CHATML, ["hi"], r"its turn 0 \(from 0\) has no role of text"),
-    (CHATML, [*TALKS[0], {"role": "user", "content": 3}], r"its turn 2 \(from 0\) has no content of text"),
-])
+@pytest.mark.parametrize(
+    ("template", "talk", "told"),
+    [
+        (
+            UNMARKED.replace("message['content'] +", "(message['content'] if loop.last else 'thought') +"),
+            TALKS[1],
+            "renders what comes before turn",
+        ),
+        (UNMARKED, TALKS[0][1:], "begins with an answer"),
+        ("{{ raise_exception('roles have to take turns') }}", TALKS[0], "refuses it .roles have to take turns"),
+        (CHATML, [], "holds no conversation"),
+        (CHATML, None, "holds no conversation"),
+        (CHATML, ["hi"], r"its turn 0 \(from 0\) has no role of text"),
+        (CHATML, [*TALKS[0], {"role": "user", "content": 3}], r"its turn 2 \(from 0\) has no content of text"),
+    ],
+)
 def test_a_row_that_cannot_be_read_is_named(template, talk, told, tmp_path, tokenizer):
     path = write_lines(tmp_path, [*TALKS[:1], talk])
     for split in ("validation", "test"):
@@ -154,10 +167,17 @@ def test_what_is_beyond_max_length_is_cut_and_counted(tmp_path, tokenizer):
     assert sum(len(said(tokenizer, row)) for row in joined) == sum(len(said(tokenizer, row)) for row in rows)
 
 
-@pytest.mark.parametrize(("options", "told"), [
-    ({"text_column": "note"}, None), ({"lowercase": True}, "leave the two out"),
-    ({"text_column": "note", "chat_template": "chatml"}, "holds no conversations, which chat_template chatml is for"),
-])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"text_column": "note"}, None),
+        ({"lowercase": True}, "leave the two out"),
+        (
+            {"text_column": "note", "chat_template": "chatml"},
+            "holds no conversations, which chat_template chatml is for",
+        ),
+    ],
+)
 def test_another_column_is_plain_text(options, told, tmp_path):
     path = tmp_path / "train.jsonl"
     rows = [{"messages": talk, "note": f"note {row}"} for row, talk in enumerate(TALKS)]

@@ -36,8 +36,11 @@ def load(path, **options):
 
 
 def rows_of(data):
-    return sorted((text, data.label_names[label]) for split in data.splits.values()
-                  for text, label in zip(split["text"], split["label"], strict=True))
+    return sorted(
+        (text, data.label_names[label])
+        for split in data.splits.values()
+        for text, label in zip(split["text"], split["label"], strict=True)
+    )
 
 
 def written(path, content):
@@ -59,8 +62,10 @@ def test_whatever_a_writer_quotes_is_read_back():
     ambiguous = 0
     for number in range(10_000):
         width = 1 + number % 3
-        table = [["".join(random.choice(letters, random.integers(1, 5))) for _ in range(width)]
-                 for _ in range(random.integers(1, 4))]
+        table = [
+            ["".join(random.choice(letters, random.integers(1, 5))) for _ in range(width)]
+            for _ in range(random.integers(1, 4))
+        ]
         table = [row for row in table if any(field.strip("\r\n") for field in row)]
         out = io.StringIO(newline="")
         quoting = (csv.QUOTE_MINIMAL, csv.QUOTE_ALL)[number % 2]
@@ -69,23 +74,34 @@ def test_whatever_a_writer_quotes_is_read_back():
             assert read(out.getvalue())[1:] == table, out.getvalue()
         except Ambiguous:
             ambiguous += 1
-            assert read(out.getvalue(), quoting="minimal")[1:] == table or '\\""' in out.getvalue() or ' "' in (
-                out.getvalue()), out.getvalue()
+            assert (
+                read(out.getvalue(), quoting="minimal")[1:] == table
+                or '\\""' in out.getvalue()
+                or ' "' in (out.getvalue())
+            ), out.getvalue()
     assert 0 < ambiguous < 4000, "what could be read in another way is refused"
 
 
 AMBIGUOUS = {
-    "quotes are characters": ("tsv", 'label\ttext\n' + 'ham\t"Hello there\nspam\tbuy now\n' * 20, 2, {"none"}),
-    "quotes begin a text": ("tsv", 'label\ttext\n' + '1\t"A good" film\n0\tbad\n' * 20, 2, {"none"}),
-    "quotes may be part": ("tsv", 'label\ttext\n' + '0\tbad\n1\t"A good film"\n' * 20, 3,
-                           {"none", "minimal", "escaped"}),
-    "lines in quotes": ("tsv", 'label\ttext\n' + '1\t"A good\nfilm"\n0\tbad\n' * 20, 2, {"minimal", "escaped"}),
-    "backslashes": ("csv", 'text,label\nfine,1\n' + '"he said \\"hi\\", ok",1\n"b",0\n' * 20, 3, {"escaped"}),
-    "a backslash at the end": ("csv", 'text,label\n' + '"C:\\dir\\",1\n"b, c",0\n' * 20, 2, {"minimal"}),
-    "rows or one text": ("csv", 'text,label\n"Hello I said,1\nmid row,0\nmid row,1\nhe is 5",0\nlast,1\n', 2,
-                         {"none", "minimal", "escaped"}),
-    "blanks": ("csv", 'label, text\n' + 'pos, "a, b"\nneg, "c"\n' * 20, 2, {"minimal", "escaped"}),
-    "some in quotes": ("csv", 'text,label\n' + '5" pipe,pos\n"a, b",neg\n' * 20, 2, {"minimal", "escaped"}),
+    "quotes are characters": ("tsv", "label\ttext\n" + 'ham\t"Hello there\nspam\tbuy now\n' * 20, 2, {"none"}),
+    "quotes begin a text": ("tsv", "label\ttext\n" + '1\t"A good" film\n0\tbad\n' * 20, 2, {"none"}),
+    "quotes may be part": (
+        "tsv",
+        "label\ttext\n" + '0\tbad\n1\t"A good film"\n' * 20,
+        3,
+        {"none", "minimal", "escaped"},
+    ),
+    "lines in quotes": ("tsv", "label\ttext\n" + '1\t"A good\nfilm"\n0\tbad\n' * 20, 2, {"minimal", "escaped"}),
+    "backslashes": ("csv", "text,label\nfine,1\n" + '"he said \\"hi\\", ok",1\n"b",0\n' * 20, 3, {"escaped"}),
+    "a backslash at the end": ("csv", "text,label\n" + '"C:\\dir\\",1\n"b, c",0\n' * 20, 2, {"minimal"}),
+    "rows or one text": (
+        "csv",
+        'text,label\n"Hello I said,1\nmid row,0\nmid row,1\nhe is 5",0\nlast,1\n',
+        2,
+        {"none", "minimal", "escaped"},
+    ),
+    "blanks": ("csv", "label, text\n" + 'pos, "a, b"\nneg, "c"\n' * 20, 2, {"minimal", "escaped"}),
+    "some in quotes": ("csv", "text,label\n" + '5" pipe,pos\n"a, b",neg\n' * 20, 2, {"minimal", "escaped"}),
     "a quote in the middle": ("csv", 'text,label\n"a, b",neg\n' + '5" pipe,pos\n' * 20, 3, {"minimal", "escaped"}),
     "no end": ("csv", 'text,label\nfine,1\n"no end,0\nand on,1\n', 3, {"none"}),
     "nothing fits": ("csv", 'text,label\n"a" b, "c,0\n', 2, set()),
@@ -126,18 +142,22 @@ def test_texts_of_several_lines_are_counted(tmp_path):
     path = written(tmp_path / "rows.csv", FRAME.to_csv(index=False) + '"Dear all,\n\nthat is, all",pos\n')
     data = load(path)
     assert len(rows_of(data)) == 41 and data.notes[0] == (
-        "rows.csv: 1 of its rows span lines, within quotes (the first: lines 42 to 44)")
+        "rows.csv: 1 of its rows span lines, within quotes (the first: lines 42 to 44)"
+    )
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("# exported 2026\n" + FRAME.to_csv(index=False), r"line 2: .*is line 1 .*# exported 2026.* a comment"),
-    ("My survey\n\n" + FRAME.to_csv(index=False), r"line 3: .*is line 1 .*My survey.* a title"),
-    (FRAME.to_csv(index=False, header=False), "is the first line a row, and no header"),
-    ("spam,buy\n" + "ham,hello\nspam,now\n" * 9, "is the first line a row, and no header"),
-    (FRAME.to_csv(index=False) * 2, "line 42 is line 1 again: .*files were joined: delete"),
-    ("text,text,label\na,b,c\n", "two columns `text`"),
-    ("text,label\nhello\nworld,1\n", "line 2: it has 1 field, and the header 2"),
-])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# exported 2026\n" + FRAME.to_csv(index=False), r"line 2: .*is line 1 .*# exported 2026.* a comment"),
+        ("My survey\n\n" + FRAME.to_csv(index=False), r"line 3: .*is line 1 .*My survey.* a title"),
+        (FRAME.to_csv(index=False, header=False), "is the first line a row, and no header"),
+        ("spam,buy\n" + "ham,hello\nspam,now\n" * 9, "is the first line a row, and no header"),
+        (FRAME.to_csv(index=False) * 2, "line 42 is line 1 again: .*files were joined: delete"),
+        ("text,text,label\na,b,c\n", "two columns `text`"),
+        ("text,label\nhello\nworld,1\n", "line 2: it has 1 field, and the header 2"),
+    ],
+)
 def test_lines_that_are_no_rows_are_named(text, said, tmp_path):
     with pytest.raises(DataError, match=said):
         load(written(tmp_path / "rows.csv", text))
@@ -153,15 +173,25 @@ def test_what_excel_adds_is_understood(tmp_path):
 # Encodings
 
 
-@pytest.mark.parametrize(("text", "encoding", "word"), [
-    ("très déçu, ça va être génial", "latin-1", "très"), ("très déçu, ça va", "latin-1", "très"),
-    ("el señor está aquí mañana", "latin-1", "señor"), ("naïve", "cp1252", "naïve"), ("Ærø og Åben", "cp1252", "Ærø"),
-    ("não é bom, ação", "cp1252", "não"), ("it’s “fine”", "cp1252", "it’s"), ("schöne Grüße", "cp1252", "schöne"),
-    ("zażółć gęślą jaźń", "cp1250", "zażółć"), ("Příliš žluťoučký kůň", "cp1250", "Příliš"),
-    ("Привет как дела, очень хорошо", "cp1251", "Привет"), ("καλημέρα κόσμε", "cp1253", "καλημέρα"),
-    ("こんにちは世界、悪い映画です", "shift_jis", "こんにちは世界"),
-    ("你好世界电影很好", "gb18030", "你好世界电影很好"),
-])
+@pytest.mark.parametrize(
+    ("text", "encoding", "word"),
+    [
+        ("très déçu, ça va être génial", "latin-1", "très"),
+        ("très déçu, ça va", "latin-1", "très"),
+        ("el señor está aquí mañana", "latin-1", "señor"),
+        ("naïve", "cp1252", "naïve"),
+        ("Ærø og Åben", "cp1252", "Ærø"),
+        ("não é bom, ação", "cp1252", "não"),
+        ("it’s “fine”", "cp1252", "it’s"),
+        ("schöne Grüße", "cp1252", "schöne"),
+        ("zażółć gęślą jaźń", "cp1250", "zażółć"),
+        ("Příliš žluťoučký kůň", "cp1250", "Příliš"),
+        ("Привет как дела, очень хорошо", "cp1251", "Привет"),
+        ("καλημέρα κόσμε", "cp1253", "καλημέρα"),
+        ("こんにちは世界、悪い映画です", "shift_jis", "こんにちは世界"),
+        ("你好世界电影很好", "gb18030", "你好世界电影很好"),
+    ],
+)
 def test_an_encoding_is_named_with_a_word_as_it_reads_it(text, encoding, word, tmp_path):
     rows = f"{text.replace(',', ';')},1\nplain,0\n" * 20
     path = written(tmp_path / "a.csv", f"text,label\n{rows}".encode(encoding))
@@ -201,33 +231,42 @@ def test_json_is_read_in_every_usual_form(form, tmp_path):
     assert rows_of(load(written(tmp_path / "rows.json", JSON[form]))) == ROWS
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ('{"text": "a", "label": 1}\nnull\n', "line 2: it is null, not an object"),
-    ('{"text": "a", "label": 1}\n{"text": "b", \n', "line 2: it is no JSON"),
-    ('{"text": "a", "label": 1}\n[1, 2]\n', "line 2: it is a list, not an object"),
-    ("1\n2\n", "line 1: it is a number, not an object"),
-    ('[{"text": "a"}, "b"]', r"row 1 \(from 0\): it is a text, not an object"),
-    ('{"text": "fine", "label": 1}\n{"text": "a \\ud83d", "label": 1}\n', r"half of a surrogate pair in row 1"),
-    ('{"label": ' + "[" * 100_000 + "]" * 100_000 + "}\n", "too many levels deep"),
-    (json.dumps({"train": records(), "test": records()}), r"holds several tables \(train, test\): give each split a f"),
-    (json.dumps({"a": {"x": 1}, "b": {"y": 2}}), "is an object of objects, not rows"),
-    ("{}\n{}\n", "no column is text or numbers"),
-    ('"text"', "line 1: it is a text|is a text, not rows"),
-])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"text": "a", "label": 1}\nnull\n', "line 2: it is null, not an object"),
+        ('{"text": "a", "label": 1}\n{"text": "b", \n', "line 2: it is no JSON"),
+        ('{"text": "a", "label": 1}\n[1, 2]\n', "line 2: it is a list, not an object"),
+        ("1\n2\n", "line 1: it is a number, not an object"),
+        ('[{"text": "a"}, "b"]', r"row 1 \(from 0\): it is a text, not an object"),
+        ('{"text": "fine", "label": 1}\n{"text": "a \\ud83d", "label": 1}\n', r"half of a surrogate pair in row 1"),
+        ('{"label": ' + "[" * 100_000 + "]" * 100_000 + "}\n", "too many levels deep"),
+        (
+            json.dumps({"train": records(), "test": records()}),
+            r"holds several tables \(train, test\): give each split a f",
+        ),
+        (json.dumps({"a": {"x": 1}, "b": {"y": 2}}), "is an object of objects, not rows"),
+        ("{}\n{}\n", "no column is text or numbers"),
+        ('"text"', "line 1: it is a text|is a text, not rows"),
+    ],
+)
 def test_json_that_is_no_rows_is_named(text, said, tmp_path):
     with pytest.raises(DataError, match=said) as caught:
         load(written(tmp_path / "rows.jsonl", text))
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("row", "task", "said"), [
-    ({"messages": [{"role": "user", "content": "hi"}]}, "masked_lm", "apply_chat_template"),
-    ({"id": "a", "chosen": [{"role": "user", "content": "hi"}]}, "causal_lm", r"row\['chosen'\]"),
-    ({"conversations": [{"from": "human", "value": "hi"}], "id": "a"}, "masked_lm", r"row\['conversations'\]"),
-    ({"premise": "a", "hypothesis": "b", "label": 1}, "classification", r'row\["premise"\] .* row\["hypothesis"\]'),
-    ({"instruction": "a", "output": "b"}, "causal_lm", 'instruction and output are two texts per row'),
-    ({"text": ["a", "b"], "label": 1}, "classification", r"column `text` .* holds lists, not text.*\.join"),
-])
+@pytest.mark.parametrize(
+    ("row", "task", "said"),
+    [
+        ({"messages": [{"role": "user", "content": "hi"}]}, "masked_lm", "apply_chat_template"),
+        ({"id": "a", "chosen": [{"role": "user", "content": "hi"}]}, "causal_lm", r"row\['chosen'\]"),
+        ({"conversations": [{"from": "human", "value": "hi"}], "id": "a"}, "masked_lm", r"row\['conversations'\]"),
+        ({"premise": "a", "hypothesis": "b", "label": 1}, "classification", r'row\["premise"\] .* row\["hypothesis"\]'),
+        ({"instruction": "a", "output": "b"}, "causal_lm", "instruction and output are two texts per row"),
+        ({"text": ["a", "b"], "label": 1}, "classification", r"column `text` .* holds lists, not text.*\.join"),
+    ],
+)
 def test_columns_of_another_form_are_named_with_the_line_that_converts_them(row, task, said, tmp_path):
     with pytest.raises(DataError, match=said):
         load(written(tmp_path / "rows.jsonl", f"{json.dumps(row)}\n" * 9), task=task)
@@ -245,9 +284,12 @@ def zipped(*names):
 
 
 PACKED = {
-    "rows.csv.gz": gzip.compress, "rows.csv.bz2": bz2.compress, "rows.csv.xz": lzma.compress,
+    "rows.csv.gz": gzip.compress,
+    "rows.csv.bz2": bz2.compress,
+    "rows.csv.xz": lzma.compress,
     "rows.csv.zst": lambda text: pa.compress(text, codec="zstd", asbytes=True),
-    "rows.csv.zip": lambda text: zipped("inner/reviews.csv"), "rows.zip": lambda text: zipped("reviews.csv"),
+    "rows.csv.zip": lambda text: zipped("inner/reviews.csv"),
+    "rows.zip": lambda text: zipped("reviews.csv"),
 }
 
 
@@ -255,23 +297,30 @@ PACKED = {
 def test_compressed_files_are_read(name, tmp_path):
     content = PACKED[name](FRAME.to_csv(index=False).encode())
     assert rows_of(load(written(tmp_path / name, content))) == ROWS
-    written(tmp_path / "cut" / name, content[:len(content) // 2])
+    written(tmp_path / "cut" / name, content[: len(content) // 2])
     with pytest.raises(DataError, match="cannot be read as csv|is no zip archive"):
         load(tmp_path / "cut" / name)
 
 
-@pytest.mark.parametrize(("name", "content", "said"), [
-    ("rows.zip", zipped("a.csv", "b.csv"), "holds 2 files: unzip it"),
-    ("rows.xlsx", b"PK\x03\x04", r"convert it: pandas\.read_excel\('.*rows\.xlsx'\)\.to_csv\('.*rows\.csv'"),
-    ("rows.csv", b"PK\x03\x04", "is a spreadsheet or another zip archive"),
-    ("rows.csv", b"PAR1abc", "is Parquet: name it by its own suffix"),
-    ("rows.csv", b"<!DOCTYPE html><html>", "is a web page, perhaps an error that was saved"),
-    ("rows.csv", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "is a Git LFS pointer.*git lfs pull"),
-    ("rows.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "is a Git LFS pointer"),
-    ("rows.parquet.gz", gzip.compress(b"PAR1", mtime=0), "is parquet in another compression: unpack it"),
-    ("rows.tar", b"", "is an archive: unpack it"),
-    ("rows.csv.gz", gzip.compress(b"", mtime=0), r"rows\.csv\.gz is empty"),
-])
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.zip", zipped("a.csv", "b.csv"), "holds 2 files: unzip it"),
+        ("rows.xlsx", b"PK\x03\x04", r"convert it: pandas\.read_excel\('.*rows\.xlsx'\)\.to_csv\('.*rows\.csv'"),
+        ("rows.csv", b"PK\x03\x04", "is a spreadsheet or another zip archive"),
+        ("rows.csv", b"PAR1abc", "is Parquet: name it by its own suffix"),
+        ("rows.csv", b"<!DOCTYPE html><html>", "is a web page, perhaps an error that was saved"),
+        (
+            "rows.csv",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
+            "is a Git LFS pointer.*git lfs pull",
+        ),
+        ("rows.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "is a Git LFS pointer"),
+        ("rows.parquet.gz", gzip.compress(b"PAR1", mtime=0), "is parquet in another compression: unpack it"),
+        ("rows.tar", b"", "is an archive: unpack it"),
+        ("rows.csv.gz", gzip.compress(b"", mtime=0), r"rows\.csv\.gz is empty"),
+    ],
+)
 def test_files_that_are_something_else_are_named(name, content, said, tmp_path):
     with pytest.raises(DataError, match=said):
         load(written(tmp_path / name, content))
@@ -290,7 +339,8 @@ def test_a_folder_of_save_to_disk_is_read(tmp_path):
     whole = datasets.Dataset.from_pandas(FRAME)
     whole.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": whole.select(range(30)), "test": whole.select(range(30, 40))}).save_to_disk(
-        tmp_path / "splits")
+        tmp_path / "splits"
+    )
     assert rows_of(load(tmp_path / "one")) == rows_of(load(tmp_path / "splits")) == ROWS
     assert len(load(tmp_path / "splits").splits["test"]) == 10
 
@@ -306,14 +356,21 @@ def test_a_clone_of_a_data_set_of_the_hub_is_read(tmp_path):
 
     several = tmp_path / "several"
     for number, name in enumerate(("plain", "other")):
-        written(several / name / "train.csv", FRAME[20 * number:20 * number + 20].to_csv(index=False))
-    written(several / "README.md", "---\nconfigs:\n" + "".join(
-        f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}/train.csv\n"
-        for name in ("plain", "other")) + "---\n# About\n")
+        written(several / name / "train.csv", FRAME[20 * number : 20 * number + 20].to_csv(index=False))
+    written(
+        several / "README.md",
+        "---\nconfigs:\n"
+        + "".join(
+            f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}/train.csv\n"
+            for name in ("plain", "other")
+        )
+        + "---\n# About\n",
+    )
     with pytest.raises(DataError, match=r"has the configurations \['plain', 'other'\]: choose one with --dataset_con"):
         load(several)
     assert rows_of(load(several, dataset_config="other")) == sorted(
-        zip(FRAME["text"][20:], FRAME["label"][20:], strict=True))
+        zip(FRAME["text"][20:], FRAME["label"][20:], strict=True)
+    )
 
 
 def test_a_clone_whose_card_is_broken_is_named(tmp_path):
@@ -344,11 +401,14 @@ def test_a_cache_answers_for_the_bytes_that_are_there(kind, tmp_path):
     """A file of the same name, size and times, and of other contents, as archives and images with fixed times have."""
     path = tmp_path / f"rows.{kind}"
     other = FRAME.assign(text=FRAME["text"].str.replace("words", "WORDS"))
-    writers = {"csv": lambda frame: frame.to_csv(path, index=False),
-               "tsv": lambda frame: frame.to_csv(path, index=False, sep="\t"),
-               "json": lambda frame: frame.to_json(path), "parquet": lambda frame: frame.to_parquet(path),
-               "jsonl": lambda frame: frame.to_json(path, orient="records", lines=True),
-               "txt": lambda frame: path.write_text("\n".join(frame["text"]))}
+    writers = {
+        "csv": lambda frame: frame.to_csv(path, index=False),
+        "tsv": lambda frame: frame.to_csv(path, index=False, sep="\t"),
+        "json": lambda frame: frame.to_json(path),
+        "parquet": lambda frame: frame.to_parquet(path),
+        "jsonl": lambda frame: frame.to_json(path, orient="records", lines=True),
+        "txt": lambda frame: path.write_text("\n".join(frame["text"])),
+    }
     seen = []
     for frame in (FRAME, other):
         writers[kind](frame)
@@ -360,15 +420,17 @@ def test_a_cache_answers_for_the_bytes_that_are_there(kind, tmp_path):
 
 def test_another_way_of_reading_is_another_entry(tmp_path):
     path = written(tmp_path / "a.csv", 'text,label\n"a",1\n"b",0\n' * 1 + "c,1\nd,0\n" * 9)
-    as_text = [localfiles.read_split([path], localfiles.Options(quoting=quoting)).rows["text"][0]
-               for quoting in (None, "none", None)]
+    as_text = [
+        localfiles.read_split([path], localfiles.Options(quoting=quoting)).rows["text"][0]
+        for quoting in (None, "none", None)
+    ]
     assert as_text == ["a", '"a"', "a"]
 
 
 # Texts of language models
 
 
-CODE = "def f(x):\n    if x:\n\treturn \"a &lt; b\"  \n\n\n# cafe\u0301 \u00a0 \u1100\u1161 ﬁ ∑\r\n"
+CODE = 'def f(x):\n    if x:\n\treturn "a &lt; b"  \n\n\n# cafe\u0301 \u00a0 \u1100\u1161 ﬁ ∑\r\n'
 
 
 @pytest.mark.parametrize("task", ["causal_lm", "masked_lm"])
@@ -378,16 +440,21 @@ def test_blocks_decode_to_the_files_own_bytes(kind, task, by_bytes, tmp_path):
     if kind == "lines.txt":
         texts = [text.replace("\n", " ").replace("\r", "") + "\n" for text in texts]
     frame = pd.DataFrame({"text": texts})
-    content = {"txt": "".join(texts), "csv": frame.to_csv(index=False), "parquet": frame.to_parquet(),
-               "jsonl": frame.to_json(orient="records", lines=True)}[kind.rpartition(".")[2]]
+    content = {
+        "txt": "".join(texts),
+        "csv": frame.to_csv(index=False),
+        "parquet": frame.to_parquet(),
+        "jsonl": frame.to_json(orient="records", lines=True),
+    }[kind.rpartition(".")[2]]
     for split in ("train", "validation", "test"):
         written(tmp_path / f"{split}.{kind.rpartition('.')[2]}", content)
     config = DataConfig(dataset=str(tmp_path), task=task, max_length=4)
     done = DataProcessor(config, by_bytes).process(DataConnector(config).load())
     for split, blocks in done.splits.items():
         ids = list(itertools.chain.from_iterable(blocks["input_ids"]))
-        decoded = by_bytes.decode([token for token in ids if token != by_bytes.eos_token_id],
-                                  clean_up_tokenization_spaces=False)
+        decoded = by_bytes.decode(
+            [token for token in ids if token != by_bytes.eos_token_id], clean_up_tokenization_spaces=False
+        )
         whole, facts = "".join(texts), done.facts[split]
         assert whole.startswith(decoded.rstrip("\ufffd")) and len(whole.encode()) - len(decoded.encode()) < 8
         assert facts.cut_tokens == facts.tokens - 4 * len(blocks) < 4
@@ -401,8 +468,10 @@ def test_what_is_cut_at_max_length_is_counted(by_bytes, tmp_path):
     facts = DataProcessor(config, by_bytes).process(DataConnector(config).load()).facts["test"]
     assert (facts.rows, facts.tokens, facts.cut_rows, facts.cut_tokens) == (3, 23, 1, 4)
     assert facts.classes == {"0": 1, "1": 2} and facts.in_train == 3
-    assert facts.line("test") == ("3 rows: 0 1, 1 2; 3 rows of the training split too; 1 row (33.3%) cut at 8 "
-                                  "tokens, which leaves out 17.4% of the tokens")
+    assert facts.line("test") == (
+        "3 rows: 0 1, 1 2; 3 rows of the training split too; 1 row (33.3%) cut at 8 "
+        "tokens, which leaves out 17.4% of the tokens"
+    )
 
 
 def test_files_of_a_split_that_differ_are_named(tmp_path):

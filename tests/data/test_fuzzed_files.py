@@ -27,20 +27,91 @@ SECONDS = 600
 SEEDS = 60
 """Files in `make test`, always the same ones."""
 
-ODD = ["", " ", "\u00a0", "\u200b", "\ufeff", "\x00", "\x85", "\u2028", '"', '""', "'", "\\", '\\"', ",", ";", "|",
-       "\t", "\n", "\r", "\r\n", "é", "e\u0301", "😀", "-1", "0", "1.0", "1e400", "NaN", "nan", "None", "true",
-       "null", "#", "=", "текст", "中文", "a" * 3000, "{", "}", "[", "]", ":", "\x1b[31m", "í\xa0½"]
-VALUES = [None, True, False, 0, -1, 1, 2**63, 10**400, 0.5, float("nan"), float("inf"), "", "text", "a b", [], ["a"],
-          {}, {"a": 1}, [[1]], "\ud83d", "\x00"]
+ODD = [
+    "",
+    " ",
+    "\u00a0",
+    "\u200b",
+    "\ufeff",
+    "\x00",
+    "\x85",
+    "\u2028",
+    '"',
+    '""',
+    "'",
+    "\\",
+    '\\"',
+    ",",
+    ";",
+    "|",
+    "\t",
+    "\n",
+    "\r",
+    "\r\n",
+    "é",
+    "e\u0301",
+    "😀",
+    "-1",
+    "0",
+    "1.0",
+    "1e400",
+    "NaN",
+    "nan",
+    "None",
+    "true",
+    "null",
+    "#",
+    "=",
+    "текст",
+    "中文",
+    "a" * 3000,
+    "{",
+    "}",
+    "[",
+    "]",
+    ":",
+    "\x1b[31m",
+    "í\xa0½",
+]
+VALUES = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2**63,
+    10**400,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "text",
+    "a b",
+    [],
+    ["a"],
+    {},
+    {"a": 1},
+    [[1]],
+    "\ud83d",
+    "\x00",
+]
 SUFFIXES = [".csv", ".tsv", ".json", ".jsonl", ".txt", ".parquet", ".arrow", ".zip"]
-PACKERS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
-           ".zst": lambda content: pa.compress(content, codec="zstd", asbytes=True)}
+PACKERS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda content: pa.compress(content, codec="zstd", asbytes=True),
+}
 ENCODINGS = ["utf-8"] * 6 + ["utf-8-sig", "utf-16", "utf-16-le", "utf-32", "latin-1", "cp1252", "cp1251", "shift_jis"]
 
 
 def word(draw):
-    return "".join(draw.choice([draw.choice(ODD), draw.choice(string.ascii_letters), " ", "word"])
-                   for _ in range(draw.randrange(6)))
+    return "".join(
+        draw.choice([draw.choice(ODD), draw.choice(string.ascii_letters), " ", "word"])
+        for _ in range(draw.randrange(6))
+    )
 
 
 def delimited(draw):
@@ -48,12 +119,21 @@ def delimited(draw):
     draw.shuffle(names)
     end, quote = draw.choice(["\n", "\r\n", "\r"]), draw.choice(["none", "all", "some"])
     clean = draw.random() < 0.4
-    rows = [names] + [[draw.choice(["pos", "neg"]) if clean or draw.random() < 0.9 else word(draw)
-                       for _ in range(len(names) + (draw.random() < 0.01))] for _ in range(draw.randrange(40))]
-    quoted = {"none": str, "all": lambda field: '"' + field.replace('"', '""') + '"',
-              "some": lambda field: f'"{field}"' if draw.random() < 0.3 else field}[quote]
+    rows = [names] + [
+        [
+            draw.choice(["pos", "neg"]) if clean or draw.random() < 0.9 else word(draw)
+            for _ in range(len(names) + (draw.random() < 0.01))
+        ]
+        for _ in range(draw.randrange(40))
+    ]
+    quoted = {
+        "none": str,
+        "all": lambda field: '"' + field.replace('"', '""') + '"',
+        "some": lambda field: f'"{field}"' if draw.random() < 0.3 else field,
+    }[quote]
     return draw.choice(["", "", "", "sep=;\n", "# about\n", "\n"]) + end.join(
-        separator.join(map(quoted, row)) for row in rows)
+        separator.join(map(quoted, row)) for row in rows
+    )
 
 
 def jsonlike(draw):
@@ -62,8 +142,10 @@ def jsonlike(draw):
     def value():
         return draw.choice(VALUES) if draw.random() < strange else draw.choice(usual)
 
-    rows = [{"text": value(), "label": value(), **({word(draw): value()} if draw.random() < 0.1 else {})}
-            for _ in range(draw.randrange(30))]
+    rows = [
+        {"text": value(), "label": value(), **({word(draw): value()} if draw.random() < 0.1 else {})}
+        for _ in range(draw.randrange(30))
+    ]
     form = draw.randrange(6)
     if form == 0:
         return json.dumps(rows)
@@ -74,12 +156,27 @@ def jsonlike(draw):
     if form == 3:
         return json.dumps(value())
     text = "\n".join(json.dumps(row, ensure_ascii=draw.random() < 0.5) for row in rows)
-    return text.encode("utf-8", "replace").decode() if form == 4 else text[:draw.randrange(len(text) + 1)]
+    return text.encode("utf-8", "replace").decode() if form == 4 else text[: draw.randrange(len(text) + 1)]
 
 
-KINDS = [pa.string(), pa.large_string(), pa.binary(), pa.int8(), pa.uint64(), pa.float16(), pa.float64(), pa.bool_(),
-         pa.timestamp("us"), pa.date32(), pa.list_(pa.string()), pa.struct([("a", pa.int8())]), pa.null(),
-         pa.dictionary(pa.int8(), pa.string()), pa.decimal128(9, 2), pa.duration("s")]
+KINDS = [
+    pa.string(),
+    pa.large_string(),
+    pa.binary(),
+    pa.int8(),
+    pa.uint64(),
+    pa.float16(),
+    pa.float64(),
+    pa.bool_(),
+    pa.timestamp("us"),
+    pa.date32(),
+    pa.list_(pa.string()),
+    pa.struct([("a", pa.int8())]),
+    pa.null(),
+    pa.dictionary(pa.int8(), pa.string()),
+    pa.decimal128(9, 2),
+    pa.duration("s"),
+]
 
 
 def columnar(draw, as_parquet):
@@ -107,7 +204,7 @@ def columnar(draw, as_parquet):
 def damaged(draw, content):
     """The content cut, or with some bytes changed, now and then."""
     if content and draw.random() < 0.3:
-        content = content[:draw.randrange(len(content))]
+        content = content[: draw.randrange(len(content))]
     if content and draw.random() < 0.2:
         content = bytearray(content)
         for _ in range(draw.randrange(1, 5)):
@@ -125,12 +222,16 @@ def make(seed, folder):
         out = io.BytesIO()
         with zipfile.ZipFile(out, "w") as archive:
             for number in range(draw.choice([0, 1, 1, 1, 2])):
-                archive.writestr(f"rows{number}{draw.choice(['.csv', '.json', '.png'])}", delimited(draw).encode(
-                    "utf-8", "replace"))
+                archive.writestr(
+                    f"rows{number}{draw.choice(['.csv', '.json', '.png'])}", delimited(draw).encode("utf-8", "replace")
+                )
         content = out.getvalue()
     else:
-        text = draw.choice([delimited, jsonlike, lambda draw: "\n".join(word(draw) for _ in range(20))] if draw.random(
-            ) < 0.2 else [jsonlike if "json" in suffix else delimited])(draw)
+        text = draw.choice(
+            [delimited, jsonlike, lambda draw: "\n".join(word(draw) for _ in range(20))]
+            if draw.random() < 0.2
+            else [jsonlike if "json" in suffix else delimited]
+        )(draw)
         content = text.encode(draw.choice(ENCODINGS), "replace")
     if draw.random() < 0.05:
         content = draw.randbytes(draw.randrange(3000))
@@ -141,11 +242,15 @@ def make(seed, folder):
     path.write_bytes(content)
     options = {"dataset": str(path), "task": draw.choice(["classification", "classification", "causal_lm"])}
     for name, values, fits in (
-            ("encoding", ["cp1252", "utf-16", "utf-7", "idna", "nonsense", "rot13", "base64", "utf-8"],
-             (".csv", ".tsv", ".json", ".jsonl", ".txt")),
-            ("quoting", ["none", "minimal", "escaped"], (".csv", ".tsv")),
-            ("separator", [",", ";", "|", "tab"], (".csv",)),
-            ("text_column", ["text", "label", ""], SUFFIXES)):
+        (
+            "encoding",
+            ["cp1252", "utf-16", "utf-7", "idna", "nonsense", "rot13", "base64", "utf-8"],
+            (".csv", ".tsv", ".json", ".jsonl", ".txt"),
+        ),
+        ("quoting", ["none", "minimal", "escaped"], (".csv", ".tsv")),
+        ("separator", [",", ";", "|", "tab"], (".csv",)),
+        ("text_column", ["text", "label", ""], SUFFIXES),
+    ):
         if draw.random() < 0.1 and suffix in fits:
             options[name] = draw.choice(values)
     return path, options

@@ -22,18 +22,33 @@ def load(folder, train, validation=None, test=None, kind="csv", **options):
     return DataConnector(DataConfig(dataset=str(folder), **options)).load()
 
 
-@pytest.mark.parametrize(("labels", "names"), [
-    ([-1, 0, 1], ("-1", "0", "1")), ([-1, 1], ("-1", "1")), (["1", "-1", "0"], ("-1", "0", "1")),
-    (["0.0", "10.0", "2.0", "1"], ("0", "1", "2", "10")), (["1.5", "10.5", "2.0"], ("1.5", "2.0", "10.5")),
-    (["007", "7", "10"], ("007", "7", "10")), (["b", "B "], ("B", "b")), ([255, 0], ("0", "255")),
-    (["+1", "-1"], ("-1", "1")), (["1e3", "2"], ("1e3", "2")),
-])
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        ([-1, 0, 1], ("-1", "0", "1")),
+        ([-1, 1], ("-1", "1")),
+        (["1", "-1", "0"], ("-1", "0", "1")),
+        (["0.0", "10.0", "2.0", "1"], ("0", "1", "2", "10")),
+        (["1.5", "10.5", "2.0"], ("1.5", "2.0", "10.5")),
+        (["007", "7", "10"], ("007", "7", "10")),
+        (["b", "B "], ("B", "b")),
+        ([255, 0], ("0", "255")),
+        (["+1", "-1"], ("-1", "1")),
+        (["1e3", "2"], ("1e3", "2")),
+    ],
+)
 def test_codes_and_numbers_are_classes_in_their_order(labels, names, tmp_path):
     assert load(tmp_path, labels * 10).label_names == names
 
 
-UNSEEN = {"a no-break space": "pos\u00a0", "a blank": " pos", "nothing wide": "p\u200bos", "a mark": "\ufeffpos",
-          "NUL": "pos\x00",           "a soft hyphen": "po\u00ads"}
+UNSEEN = {
+    "a no-break space": "pos\u00a0",
+    "a blank": " pos",
+    "nothing wide": "p\u200bos",
+    "a mark": "\ufeffpos",
+    "NUL": "pos\x00",
+    "a soft hyphen": "po\u00ads",
+}
 
 
 @pytest.mark.parametrize("how", UNSEEN)
@@ -55,35 +70,49 @@ def test_composed_and_decomposed_letters_are_one_class(tmp_path):
     assert data.label_names == ("né", "oui")
 
 
-@pytest.mark.parametrize(("train", "other"), [(["0", "1"], ["0.0", "1.0"]), (["0.0", "1.0"], ["0", "1"]),
-                                              (["1", "2"], [" 1", "2.00"])])
+@pytest.mark.parametrize(
+    ("train", "other"), [(["0", "1"], ["0.0", "1.0"]), (["0.0", "1.0"], ["0", "1"]), (["1", "2"], [" 1", "2.00"])]
+)
 def test_a_number_is_the_same_class_however_it_is_written(train, other, tmp_path):
     data = load(tmp_path, train * 9, other * 2, other)
     assert list(data.splits["test"]["label"]) == [0, 1]
 
 
-@pytest.mark.parametrize(("train", "test", "said"), [
-    (["true", "false"], ["True", "False"], "`True` in row 0 .* does not occur .*: write it as the training split does"),
-    ([0, 1], [0, -1], "`-1` in row 1 .* does not occur .*: it often stands for no label: leave such rows out"),
-    ([0, 1], [-1, -1], "the test split has no labels: every row has `-1`: name another split with --test_split"),
-    (["a", "b"], ["?", "?"], "the test split has no labels: every row has `[?]`"),
-    ([0, 1], [-100, -100], "has no labels: every row has `-100`"),
-    (["a", "b"], ["a", "c"], "`c` in row 1 .*: add training rows of that class"),
-    ([1, 1], [1, 1], "every row of the training split has the label `1`"),
-])
+@pytest.mark.parametrize(
+    ("train", "test", "said"),
+    [
+        (
+            ["true", "false"],
+            ["True", "False"],
+            "`True` in row 0 .* does not occur .*: write it as the training split does",
+        ),
+        ([0, 1], [0, -1], "`-1` in row 1 .* does not occur .*: it often stands for no label: leave such rows out"),
+        ([0, 1], [-1, -1], "the test split has no labels: every row has `-1`: name another split with --test_split"),
+        (["a", "b"], ["?", "?"], "the test split has no labels: every row has `[?]`"),
+        ([0, 1], [-100, -100], "has no labels: every row has `-100`"),
+        (["a", "b"], ["a", "c"], "`c` in row 1 .*: add training rows of that class"),
+        ([1, 1], [1, 1], "every row of the training split has the label `1`"),
+    ],
+)
 def test_labels_that_cannot_be_used_are_refused_with_what_is_so(train, test, said, tmp_path):
     with pytest.raises(DataError, match=said):
         load(tmp_path, train * 5, train, test)
 
 
-@pytest.mark.parametrize(("labels", "said"), [
-    (["Pos", "pos", "neg"], "classes `Pos` (10 rows) and `pos` (10 rows) differ by upper and lower case alone"),
-    (["a", "b", "nan"], "10 training rows have the class `nan`, which often stands for no label"),
-    ([0, 1, 2, -1], "10 training rows have the class `-1`"), ([0, 1, -100], "have the class `-100`"),
-    (["a|b", "a|c", "b", "c|b"], "most classes have a `|` in them, as `a|b`"),
-    (["a;b", "b;a", "a"], "most classes have a `;`"),
-    ([-1, 0, 1], None), (["World", "Sci/Tech", "Business, Finance"], None), (["a", "b"], None),
-])
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (["Pos", "pos", "neg"], "classes `Pos` (10 rows) and `pos` (10 rows) differ by upper and lower case alone"),
+        (["a", "b", "nan"], "10 training rows have the class `nan`, which often stands for no label"),
+        ([0, 1, 2, -1], "10 training rows have the class `-1`"),
+        ([0, 1, -100], "have the class `-100`"),
+        (["a|b", "a|c", "b", "c|b"], "most classes have a `|` in them, as `a|b`"),
+        (["a;b", "b;a", "a"], "most classes have a `;`"),
+        ([-1, 0, 1], None),
+        (["World", "Sci/Tech", "Business, Finance"], None),
+        (["a", "b"], None),
+    ],
+)
 def test_what_a_reader_of_labels_would_overlook_is_said(labels, said, tmp_path):
     notes = load(tmp_path, labels * 10).notes
     assert notes == () if said is None else any(said in note for note in notes), notes
@@ -105,21 +134,26 @@ def test_a_trained_models_classes_are_met_by_other_spellings(tmp_path):
 
 def test_a_split_is_told_in_one_line():
     facts = SplitFacts(1200, {"neg": 1200, "pos": 0}, 3, 128, 50_000, 60, 2_500)
-    assert facts.line("test") == ("1,200 rows: neg 1,200, pos 0; 3 rows of the training split too; 60 rows (5.0%) cut "
-                                  "at 128 tokens, which leaves out 5.0% of the tokens")
+    assert facts.line("test") == (
+        "1,200 rows: neg 1,200, pos 0; 3 rows of the training split too; 60 rows (5.0%) cut "
+        "at 128 tokens, which leaves out 5.0% of the tokens"
+    )
     many = SplitFacts(90, {f"c{number}": number for number in range(10)}, 0, 128, 900, 0, 0)
-    assert many.line("train") == ("90 rows: 10 classes: c9 9, c8 8, c7 7, c6 6, c5 5, c4 4, c3 3, c2 2, … and none of 1"
-                                  " classes")
+    assert many.line("train") == (
+        "90 rows: 10 classes: c9 9, c8 8, c7 7, c6 6, c5 5, c4 4, c3 3, c2 2, … and none of 1 classes"
+    )
     text = SplitFacts(4, {}, 1, 64, 1000, 0, 40)
-    assert text.line("train") == ("4 rows, 1,000 tokens; 1 row again; the last 40 tokens (4.0% of the tokens) "
-                                  "fill no block of 64")
+    assert text.line("train") == (
+        "4 rows, 1,000 tokens; 1 row again; the last 40 tokens (4.0% of the tokens) fill no block of 64"
+    )
     json.dumps(facts.as_dict())
 
 
 def test_rows_that_the_training_split_has_too_are_counted(tmp_path):
     for split, texts in (("train", list("abcab")), ("validation", list("xyz")), ("test", list("axab"))):
-        pd.DataFrame({"text": texts, "label": [0, 1, 0, 1, 0][:len(texts)]}).to_csv(tmp_path / f"{split}.csv",
-                                                                                   index=False)
+        pd.DataFrame({"text": texts, "label": [0, 1, 0, 1, 0][: len(texts)]}).to_csv(
+            tmp_path / f"{split}.csv", index=False
+        )
     splits = DataConnector(DataConfig(dataset=str(tmp_path))).load().splits
     assert repeated(splits) == {"train": 2, "validation": 0, "test": 3}
 

@@ -55,8 +55,9 @@ def test_a_text_that_no_row_holds_is_refused(lengths):
 
 
 def data_of(texts):
-    return TextData(datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": texts})}), None, "test", "here",
-                    "print")
+    return TextData(
+        datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": texts})}), None, "test", "here", "print"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_every_text_is_in_one_row_whole_and_a_longer_one_in_pieces(packed, by_by
         assert ends[-1] == len(row["input_ids"]) == row["length"] <= SIZE
         pieces.update(tuple(part) for part in np.split(row["input_ids"], ends[:-1]))
     texts = [[*ids, by_bytes.eos_token_id] for ids in plain_tokens(by_bytes, TEXTS)]
-    wanted = Counter(tuple(ids[at:at + SIZE]) for ids in texts for at in range(0, len(ids), SIZE))
+    wanted = Counter(tuple(ids[at : at + SIZE]) for ids in texts for at in range(0, len(ids), SIZE))
     assert pieces == wanted and len(rows) < pieces.total()
 
 
@@ -89,17 +90,24 @@ def test_the_facts_say_what_was_cut_and_how_full_the_rows_are(packed):
     assert (facts.rows, facts.cut_rows, facts.cut_tokens) == (len(TEXTS), longer, 0) and longer > 1
     assert facts.tokens == sum(rows["length"]) == sum(len(text) + 1 for text in TEXTS)
     assert facts.packed_rows == len(rows) and facts.filled == facts.tokens / (len(rows) * SIZE) > 0.9
-    assert (f"{longer} rows ({longer / len(TEXTS):.1%}) in pieces of {SIZE} tokens; packed into {len(rows)} rows of "
-            f"{SIZE} tokens, {facts.filled:.1%} of whose places are filled") in facts.line("train")
+    assert (
+        f"{longer} rows ({longer / len(TEXTS):.1%}) in pieces of {SIZE} tokens; packed into {len(rows)} rows of "
+        f"{SIZE} tokens, {facts.filled:.1%} of whose places are filled"
+    ) in facts.line("train")
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_positions_begin_anew_and_no_text_predicts_the_next(side):
-    rows = [{"input_ids": [5, 6, 7, 8, 9], "documents": [3, 2]}, {"input_ids": [4, 4], "documents": [1, 1]},
-            {"input_ids": [1, 2, 3], "documents": [3], "ignore": True}]
+    rows = [
+        {"input_ids": [5, 6, 7, 8, 9], "documents": [3, 2]},
+        {"input_ids": [4, 4], "documents": [1, 1]},
+        {"input_ids": [1, 2, 3], "documents": [3], "ignore": True},
+    ]
     batch = Collator("causal_lm", 0, side)(rows)
-    padding = {"right": [[0, 1, 2, 0, 1], [0, 0, 0, 1, 2], [0, 1, 2, 0, 1]],
-               "left": [[0, 1, 2, 0, 1], [0, 1, 2, 0, 0], [0, 1, 0, 1, 2]]}
+    padding = {
+        "right": [[0, 1, 2, 0, 1], [0, 0, 0, 1, 2], [0, 1, 2, 0, 1]],
+        "left": [[0, 1, 2, 0, 1], [0, 1, 2, 0, 0], [0, 1, 0, 1, 2]],
+    }
     assert batch["position_ids"].tolist() == padding[side]
     assert batch["labels"][0].tolist() == [IGNORE, 6, 7, IGNORE, 9]
     assert (batch["labels"][1:] == IGNORE).all()

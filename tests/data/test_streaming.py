@@ -68,8 +68,11 @@ def one_each(texts):
 
 
 def stream_of(shards=None, ranks=1, rank=0, **options):
-    return TextStream(shards or Lists(), one_each, **{"window": WINDOW, "seed": 5, "rank": rank, "world_size": ranks,
-                                                      "batch_size": GLOBAL // ranks} | options)
+    return TextStream(
+        shards or Lists(),
+        one_each,
+        **{"window": WINDOW, "seed": 5, "rank": rank, "world_size": ranks, "batch_size": GLOBAL // ranks} | options,
+    )
 
 
 def steps(streams, size, limit=100):
@@ -116,12 +119,23 @@ def _order(texts):
 
 @pytest.mark.parametrize("batch", [{}, {"accumulation": 2}, {"global_batch_size": 3}, {"drop_last": True}], ids=str)
 def test_a_global_batch_has_the_same_rows_for_any_number_of_ranks(batch):
-    found = {ranks: steps([stream_of(ranks=ranks, rank=rank, **batch) for rank in range(ranks)],
-                          GLOBAL // ranks * batch.get("accumulation", 1)) for ranks in (1, 2, 4)}
+    found = {
+        ranks: steps(
+            [stream_of(ranks=ranks, rank=rank, **batch) for rank in range(ranks)],
+            GLOBAL // ranks * batch.get("accumulation", 1),
+        )
+        for ranks in (1, 2, 4)
+    }
     assert found[1] == found[2] == found[4] and len(found[1]) > 3
-    sampler = GlobalBatchSampler([1] * len(ROWS), GLOBAL, 1, batch.get("accumulation", 1), group_by_length=False,
-                                 global_batch_size=batch.get("global_batch_size"),
-                                 drop_last_batch=batch.get("drop_last", False))
+    sampler = GlobalBatchSampler(
+        [1] * len(ROWS),
+        GLOBAL,
+        1,
+        batch.get("accumulation", 1),
+        group_by_length=False,
+        global_batch_size=batch.get("global_batch_size"),
+        drop_last_batch=batch.get("drop_last", False),
+    )
     assert [len(rows) for rows, _ in found[1]] == list(map(len, sampler.batches))
 
 
@@ -138,8 +152,8 @@ def test_it_goes_on_at_the_row_with_any_number_of_ranks_and_reads_nothing_before
     rest = steps(streams, GLOBAL // ranks, len(whole) - done)
     assert [rows for rows, _ in rest] == [rows for rows, _ in whole[done:]]
     order = [int(shard) for shard in _order(None)]
-    read = shards[0].reads[:len(order) - state["shard"]]
-    assert read == [(order[state["shard"]], state["shard_row"]), *((shard, 0) for shard in order[state["shard"] + 1:])]
+    read = shards[0].reads[: len(order) - state["shard"]]
+    assert read == [(order[state["shard"]], state["shard_row"]), *((shard, 0) for shard in order[state["shard"] + 1 :])]
     assert state["window"] == state["row"] // WINDOW and state["window_row"] == state["window"] * WINDOW
 
 
@@ -182,10 +196,10 @@ def test_workers_give_the_batches_of_none_and_go_on_too():
 @pytest.mark.parametrize("stop", [4, 5, 11])
 def test_copies_that_a_stateful_loader_keeps_in_workers_go_on_by_turns(stop):
     """As torchdata's StatefulDataLoader does: each worker's copy gives and gets its own state."""
+
     def worker(number, state=None):
         stream = stream_of(endless=True)
-        with mock.patch("course_lib.data.streaming.get_worker_info",
-                        return_value=mock.Mock(id=number, num_workers=2)):
+        with mock.patch("course_lib.data.streaming.get_worker_info", return_value=mock.Mock(id=number, num_workers=2)):
             if state:
                 stream.load_state_dict(state)
             rows = iter(stream)
@@ -309,6 +323,7 @@ def test_conversations_are_streamed_and_made_by_the_rank_that_needs_them(tmp_pat
     with mock.patch("course_lib.data.conversations.Chat.__call__", autospec=True) as made:
         made.side_effect = lambda chat, text, where: real(chat, text, where)
         from course_lib.data.conversations import Answered
+
         real = lambda chat, text, where: Answered([1, 2, 3], [False, True, True])  # noqa: E731
         rows = list(open_stream(config_of(path, chat_template="chatml"), by_bytes, world_size=2, rank=1))
         assert made.call_count == len(rows) == 10
@@ -316,11 +331,20 @@ def test_conversations_are_streamed_and_made_by_the_rank_that_needs_them(tmp_pat
     by_bytes.chat_template = None
 
 
-@pytest.mark.parametrize(("change", "told"), [
-    (lambda folder: (folder / "validation.jsonl").unlink(), "has no validation split, and none can be cut"),
-    (lambda folder: as_lines([None], folder / "train-00001-of-00003.jsonl"), r"row 0 \(from 0\) has no text in column"),
-    (lambda folder: [path.rename(path.with_suffix(".csv")) for path in folder.glob("train*")], "is csv.*convert it"),
-])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda folder: (folder / "validation.jsonl").unlink(), "has no validation split, and none can be cut"),
+        (
+            lambda folder: as_lines([None], folder / "train-00001-of-00003.jsonl"),
+            r"row 0 \(from 0\) has no text in column",
+        ),
+        (
+            lambda folder: [path.rename(path.with_suffix(".csv")) for path in folder.glob("train*")],
+            "is csv.*convert it",
+        ),
+    ],
+)
 def test_what_cannot_be_streamed_is_named(change, told, tmp_path):
     change(written(tmp_path))
     with pytest.raises(DataError, match=told) as error:
@@ -329,10 +353,14 @@ def test_what_cannot_be_streamed_is_named(change, told, tmp_path):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("options", "told"), [
-    ({}, "say how many to make: --max_steps"), ({"max_steps": 3, "max_train_samples": 5}, "max_train_samples 5 would"),
-    ({"max_steps": 3, "task": "masked_lm"}, "streaming True would not be read"),
-])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "say how many to make: --max_steps"),
+        ({"max_steps": 3, "max_train_samples": 5}, "max_train_samples 5 would"),
+        ({"max_steps": 3, "task": "masked_lm"}, "streaming True would not be read"),
+    ],
+)
 def test_what_a_stream_needs_is_asked_for(options, told):
     with pytest.raises(ConfigError, match=told):
         build({"streaming": True, "task": "causal_lm"} | options)

@@ -32,8 +32,9 @@ def test_counts_are_those_of_the_manifest(tweets):
 
 
 def test_the_classes_have_the_same_share_in_every_split(tweets):
-    shares = {split: [list(rows["label"]).count(label) / len(rows) for label in range(3)]
-              for split, rows in tweets.items()}
+    shares = {
+        split: [list(rows["label"]).count(label) / len(rows) for label in range(3)] for split, rows in tweets.items()
+    }
     for split in ("validation", "test"):
         assert shares[split] == pytest.approx(shares["train"], abs=0.01)
 
@@ -65,10 +66,22 @@ def test_they_load_by_their_name():
 
 
 def test_ratings_become_classes_and_texts_become_clean_and_unique():
-    raw = "\n".join(["1\t0.5\tGood &amp; fine", "2\t-0.5\tbad", "3\t0.49\tso   so", "4\t3\tGOOD, &amp; fine!!",
-                     "5\t2\tleft out", "6\t-0.49\tcan&amp;#39;t say"])
+    raw = "\n".join(
+        [
+            "1\t0.5\tGood &amp; fine",
+            "2\t-0.5\tbad",
+            "3\t0.49\tso   so",
+            "4\t3\tGOOD, &amp; fine!!",
+            "5\t2\tleft out",
+            "6\t-0.49\tcan&amp;#39;t say",
+        ]
+    )
     assert list(make_tweets.rated(raw, left_out=[5])) == [
-        (1, "positive", "Good & fine"), (2, "negative", "bad"), (3, "neutral", "so so"), (6, "neutral", "can't say")]
+        (1, "positive", "Good & fine"),
+        (2, "negative", "bad"),
+        (3, "neutral", "so so"),
+        (6, "neutral", "can't say"),
+    ]
 
 
 def test_the_split_depends_on_the_ids_alone_and_is_stratified():
@@ -76,8 +89,10 @@ def test_the_split_depends_on_the_ids_alone_and_is_stratified():
     tweets = make_tweets.split_tweets(rows)
     assert make_tweets.split_tweets(reversed(rows)) == tweets
     assert Counter((tweet.split, tweet.label) for tweet in tweets) == {
-        (split, label): count for label in bundled.LABEL_NAMES
-        for split, count in (("train", 80), ("validation", 8), ("test", 12))}
+        (split, label): count
+        for label in bundled.LABEL_NAMES
+        for split, count in (("train", 80), ("validation", 8), ("test", 12))
+    }
 
 
 def test_the_script_writes_the_same_bytes_twice_and_what_the_loader_reads(tmp_path, monkeypatch):
@@ -94,7 +109,8 @@ def test_the_script_writes_the_same_bytes_twice_and_what_the_loader_reads(tmp_pa
     assert sum(map(len, read.values())) == 98
     assert read["train"][0]["text"].endswith('"quoted"')
     assert json.loads(written[0][1])["counts"]["test"] == Counter(
-        bundled.LABEL_NAMES[label] for label in read["test"]["label"])
+        bundled.LABEL_NAMES[label] for label in read["test"]["label"]
+    )
 
 
 def test_the_script_refuses_another_raw_file(tmp_path):
@@ -106,6 +122,7 @@ def test_the_script_refuses_another_raw_file(tmp_path):
 
 
 def test_the_script_is_a_module_and_fails_in_one_line(tmp_path):
-    said = subprocess.run([sys.executable, "-m", "tools.make_tweets", tmp_path], capture_output=True,
-                          text=True, timeout=240)
+    said = subprocess.run(
+        [sys.executable, "-m", "tools.make_tweets", tmp_path], capture_output=True, text=True, timeout=240
+    )
     assert said.returncode == 1 and said.stderr.count("\n") == 1 and "does not exist" in said.stderr

@@ -47,15 +47,29 @@ SMALL_BATCH = Memory(0.5 * GIB, 4 * GIB, 1 * GIB, 1 * GIB, 0.5 * GIB, 1 * GIB, g
 DRAWN = {
     "ring": [lambda n=n: collectives.ring(n) for n in (2, 3, 4)],
     "all_reduce_in_two": [lambda n=n: collectives.all_reduce_in_two(n) for n in (2, 3, 4, 5)],
-    "buckets": [data_parallel.buckets, lambda: data_parallel.buckets(bucket_size=4, send_per_unit=0.5),
-                lambda: data_parallel.buckets({"a": 2, "b": 2, "c": 2})],
-    "dealing": [data_parallel.dealing, lambda: data_parallel.dealing(24, 4, 2), lambda: data_parallel.dealing(10, 4, 3),
-                lambda: data_parallel.dealing(5, 2, 4), lambda: data_parallel.dealing(8, 4, 1)],
+    "buckets": [
+        data_parallel.buckets,
+        lambda: data_parallel.buckets(bucket_size=4, send_per_unit=0.5),
+        lambda: data_parallel.buckets({"a": 2, "b": 2, "c": 2}),
+    ],
+    "dealing": [
+        data_parallel.dealing,
+        lambda: data_parallel.dealing(24, 4, 2),
+        lambda: data_parallel.dealing(10, 4, 3),
+        lambda: data_parallel.dealing(5, 2, 4),
+        lambda: data_parallel.dealing(8, 4, 1),
+    ],
     "no_sync": [lambda n=n: data_parallel.no_sync(n) for n in (2, 4, 5)],
-    "rendezvous": [meeting.rendezvous, lambda: meeting.rendezvous(1, 2), lambda: meeting.rendezvous(2, 3),
-                   lambda: meeting.rendezvous(1, 1)],
-    "step_memory": [lambda h=h, n=n: memory.step_memory(h, n) for h, n in (
-        (SHARDED, 4), (SHARDED, 2), (SHARDED, 6), (WAITING, 4), (SMALL_BATCH, 4))],
+    "rendezvous": [
+        meeting.rendezvous,
+        lambda: meeting.rendezvous(1, 2),
+        lambda: meeting.rendezvous(2, 3),
+        lambda: meeting.rendezvous(1, 1),
+    ],
+    "step_memory": [
+        lambda h=h, n=n: memory.step_memory(h, n)
+        for h, n in ((SHARDED, 4), (SHARDED, 2), (SHARDED, 6), (WAITING, 4), (SMALL_BATCH, 4))
+    ],
     "who_holds_what": [lambda n=n: sharding.who_holds_what(n) for n in (2, 3, 4)],
     "fsdp_cuts": [lambda n=n: sharding.fsdp_cuts(ranks=n) for n in (2, 3, 4)],
     "hybrid": [sharding.hybrid, lambda: sharding.hybrid(3, 2), lambda: sharding.hybrid(2, 8)],
@@ -68,8 +82,10 @@ DRAWN = {
     "keys_on_the_ring": [lambda n=n: sequences.keys_on_the_ring(n) for n in (2, 3, 4)],
     "who_computes_which_scores": [lambda n=n: sequences.who_computes_which_scores(n) for n in (2, 3, 4)],
     "two_all_to_alls": [lambda n=n: experts.two_all_to_alls(copies(n)) for n in (2, 3, 4)],
-    "rank_grid": [lambda sizes=sizes: tensors.rank_grid(RankGrid(*sizes))
-                  for sizes in ((2, 2, 2), (1, 4, 2), (3, 2, 4), (4, 1, 1), (1, 4, 4))],
+    "rank_grid": [
+        lambda sizes=sizes: tensors.rank_grid(RankGrid(*sizes))
+        for sizes in ((2, 2, 2), (1, 4, 2), (3, 2, 4), (4, 1, 1), (1, 4, 4))
+    ],
     "unit_life": [states.unit_life],
     "checkpoint_states": [states.checkpoint_states],
     "job_life": [states.job_life],
@@ -88,8 +104,9 @@ EACH = [pytest.param(draw, id=f"{name}-{number}") for name, draws in DRAWN.items
 
 def meet(one, other, least=0.0):
     """Whether two rectangles (left, top, right, bottom) share more than an edge."""
-    return (min(one[2], other[2]) - max(one[0], other[0]) > least
-            and min(one[3], other[3]) - max(one[1], other[1]) > least)
+    return (
+        min(one[2], other[2]) - max(one[0], other[0]) > least and min(one[3], other[3]) - max(one[1], other[1]) > least
+    )
 
 
 def around(box):
@@ -111,16 +128,23 @@ def flaws(diagram: Diagram) -> list[str]:
         ground = "#FFFFFF"
         for box in diagram.boxes:
             if meet(extent, around(box), 1.0) and not label.ground:
-                inside = (box.x <= extent[0] and box.y <= extent[1] + 2
-                          and box.right >= extent[2] and box.bottom >= extent[3] - 2)
+                inside = (
+                    box.x <= extent[0]
+                    and box.y <= extent[1] + 2
+                    and box.right >= extent[2]
+                    and box.bottom >= extent[3] - 2
+                )
                 if not inside and (box.stroke != "none" or box.fill != "#FFFFFF"):
                     found.append(f"`{label.text}` crosses the edge of a box")
                 ground = box.fill
         if contrast(label.colour, ground) < 4.4:
             found.append(f"`{label.text}` is pale: {contrast(label.colour, ground):.1f}")
         for arrow in diagram.arrows:
-            if not label.ground and not arrow.bend and any(crosses(extent, *pair)
-                                                           for pair in itertools.pairwise(arrow.points)):
+            if (
+                not label.ground
+                and not arrow.bend
+                and any(crosses(extent, *pair) for pair in itertools.pairwise(arrow.points))
+            ):
                 found.append(f"`{label.text}` lies under a line")
     return found
 
@@ -128,8 +152,10 @@ def flaws(diagram: Diagram) -> list[str]:
 def crosses(extent, start, end):
     """Whether a line goes through the inside of a rectangle, by walking along it."""
     left, top, right, bottom = extent
-    points = ((start[0] + share * (end[0] - start[0]), start[1] + share * (end[1] - start[1]))
-              for share in (step / 200 for step in range(201)))
+    points = (
+        (start[0] + share * (end[0] - start[0]), start[1] + share * (end[1] - start[1]))
+        for share in (step / 200 for step in range(201))
+    )
     return any(left + 1 < x < right - 1 and top + 1 < y < bottom - 1 for x, y in points)
 
 
@@ -163,12 +189,17 @@ def test_flaws_are_found():
     diagram.text(300, 200, "wider than its box")
     diagram.text(300, 300, "crossed", size=9)
     diagram.arrow((200, 300), (400, 300))
-    assert flaws(diagram) == ["`one` lies on `other`", "`off the page` is cut off",
-                              "`wider than its box` crosses the edge of a box", "`crossed` is 9 px",
-                              "`crossed` lies under a line"]
+    assert flaws(diagram) == [
+        "`one` lies on `other`",
+        "`off the page` is cut off",
+        "`wider than its box` crosses the edge of a box",
+        "`crossed` is 9 px",
+        "`crossed` lies under a line",
+    ]
 
 
 # --- What is shown is what the library does ---------------------------------------------------------------------------
+
 
 def real_sends(ranks, monkeypatch):
     """What the library's ring sends, on threads in the place of ranks: (phase, step, source, to, part, shares).
@@ -211,8 +242,11 @@ def test_the_rings_arrows_are_what_the_library_sends(ranks, monkeypatch):
     diagram = collectives.ring(ranks)
     arrows = [arrow.means for arrow in diagram.arrows if arrow.means]
     middle = len(arrows) // 2
-    drawn = [(phase, *send) for phase, sends in (("reduce-scatter", arrows[:middle]), ("all-gather", arrows[middle:]))
-             for send in sends]
+    drawn = [
+        (phase, *send)
+        for phase, sends in (("reduce-scatter", arrows[:middle]), ("all-gather", arrows[middle:]))
+        for send in sends
+    ]
     sent = real_sends(ranks, monkeypatch)
     assert len(sent) == 2 * (ranks - 1) * ranks
     assert sorted(drawn, key=str) == sorted(sent, key=str)
@@ -229,7 +263,8 @@ def test_who_holds_what_is_the_byte_formula(ranks):
     for stage, rank in itertools.product(range(4), range(ranks)):
         own = [box.means for box in boxes if box.means[:2] == (stage, rank)]
         assert sum(bytes_of[kind] * share for *_, kind, share in own) == pytest.approx(
-            sum(model_states(stage, ranks, 1).values())), "as lesson 05's table"
+            sum(model_states(stage, ranks, 1).values())
+        ), "as lesson 05's table"
     for box in boxes:
         assert box.height == pytest.approx(200 / 16 * bytes_of[box.means[2]] * box.means[3]), "heights are bytes"
 
@@ -254,7 +289,10 @@ def test_buckets_leave_in_the_librarys_order_when_their_last_gradient_is_there()
     order = [box.means[1:] for box in diagram.boxes if box.means[0] == "backward"]
     assert order == [("d", 0), ("c", 1), ("b", 1), ("a", 2)]
     assert [box.means[1:] for box in diagram.boxes if box.means[0] == "all-reduce"] == [
-        (0, 1, 3), (1, 5, 13), (2, 13, 19)]
+        (0, 1, 3),
+        (1, 5, 13),
+        (2, 13, 19),
+    ]
 
 
 @pytest.mark.parametrize("held", [SHARDED, WAITING, SMALL_BATCH], ids=["sharded", "waiting", "small batch"])
@@ -273,8 +311,9 @@ def test_the_highest_column_of_a_step_is_the_formulas_peak(held):
     assert last == {"parameters": held.parameters, "gradients": held.gradients, "optimizer": held.optimizer}
 
 
-@pytest.mark.parametrize(("rows", "batch_size", "ranks"), [(10, 4, 2), (24, 4, 2), (10, 4, 3),
-                                                           (5, 2, 4), (8, 4, 1), (9, 4, 3)])
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "ranks"), [(10, 4, 2), (24, 4, 2), (10, 4, 3), (5, 2, 4), (8, 4, 1), (9, 4, 3)]
+)
 def test_rows_are_dealt_as_accelerate_deals_them(rows, batch_size, ranks):
     sampler = BatchSampler(range(rows), batch_size, drop_last=False)
     dealt = data_parallel.dealt_rows(rows, batch_size, ranks)
@@ -377,9 +416,15 @@ def test_experts_are_drawn_on_their_ranks_and_lines_are_the_copies_that_travel(r
         assert home.x < box.x < box.right < home.right and home.y < box.y < box.bottom < home.bottom
         assert box.means[2] == sum(row[expert] for row in counts)
     lines = {arrow.means[:3]: arrow.means[3] for arrow in diagram.arrows}
-    assert lines == {(way, one, other): sum(counts[one if way == "there" else other][
-        (other if way == "there" else one) * share + place] for place in range(share))
-        for way in ("there", "back") for one in range(ranks) for other in range(ranks)}
+    assert lines == {
+        (way, one, other): sum(
+            counts[one if way == "there" else other][(other if way == "there" else one) * share + place]
+            for place in range(share)
+        )
+        for way in ("there", "back")
+        for one in range(ranks)
+        for other in range(ranks)
+    }
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 2), (3, 1, 2)])
@@ -387,18 +432,29 @@ def test_the_grids_links_are_its_groups(sizes):
     grid = RankGrid(*sizes)
     diagram = tensors.rank_grid(grid)
     assert sorted(box.means for box in diagram.boxes if box.means) == sorted(
-        grid.coordinates(rank)[:3] for rank in range(grid.world_size))
+        grid.coordinates(rank)[:3] for rank in range(grid.world_size)
+    )
     links = sorted(arrow.means for arrow in diagram.arrows)
-    assert links == sorted((axis, *pair) for axis in ("dp", "pp", "tp") for line in grid.lines(axis)
-                           for pair in itertools.pairwise(line))
+    assert links == sorted(
+        (axis, *pair) for axis in ("dp", "pp", "tp") for line in grid.lines(axis) for pair in itertools.pairwise(line)
+    )
 
 
-@pytest.mark.parametrize("draw", [lambda: collectives.ring(1), lambda: collectives.ring(9),
-                                  lambda: sharding.who_holds_what(8), lambda: sharding.fsdp_cuts({"a": (9, 9)}),
-                                  lambda: data_parallel.buckets({"a": 1}), lambda: data_parallel.dealing(99),
-                                  lambda: data_parallel.no_sync(9), lambda: meeting.rendezvous(3),
-                                  lambda: memory.step_memory(SHARDED, 9),
-                                  lambda: tensors.rank_grid(RankGrid(1, 8, 4))])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: collectives.ring(1),
+        lambda: collectives.ring(9),
+        lambda: sharding.who_holds_what(8),
+        lambda: sharding.fsdp_cuts({"a": (9, 9)}),
+        lambda: data_parallel.buckets({"a": 1}),
+        lambda: data_parallel.dealing(99),
+        lambda: data_parallel.no_sync(9),
+        lambda: meeting.rendezvous(3),
+        lambda: memory.step_memory(SHARDED, 9),
+        lambda: tensors.rank_grid(RankGrid(1, 8, 4)),
+    ],
+)
 def test_what_does_not_fit_on_the_page_is_refused(draw):
     with pytest.raises(ConfigError, match="a diagram"):
         draw()

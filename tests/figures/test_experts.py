@@ -15,5 +15,6 @@ def test_names_of_curves_that_end_at_the_same_height_do_not_lie_on_each_other():
     figure = experts.imbalance({name: [2.0, end] for name, end in ends.items()})
     heights = sorted(text.xy[1] for text in figure.axes[0].texts)
     assert len(heights) == 4 and min(b - a for a, b in zip(heights, heights[1:], strict=False)) > 0.2
-    assert figure.get_suptitle() == ("In the last 10 steps the busiest expert has 2.5 times its share, "
-                                     "1.6 with the auxiliary loss")
+    assert figure.get_suptitle() == (
+        "In the last 10 steps the busiest expert has 2.5 times its share, 1.6 with the auxiliary loss"
+    )

@@ -14,7 +14,7 @@ def test_the_title_says_how_far_losses_and_norms_are_apart():
 def test_the_settings_that_show_are_counted_and_coloured():
     figure = gradients.by_setting({"SGD": 0.5, "Adam": 1e-6, "clipped": 0.01}, seen=0.01)
     assert figure.get_suptitle() == "1 of 3 settings show a wrong gradient in the loss"
-    axes, = figure.axes
+    (axes,) = figure.axes
     assert {text.get_text() for text in axes.texts} == {"0.5", "1e-06", "0.01"}
     colours = {text.get_text(): text.get_color() for text in axes.texts}
     assert colours["0.5"] != colours["1e-06"] == colours["0.01"]

@@ -38,7 +38,12 @@ def test_a_gantt_has_a_block_for_each_action_at_its_time():
     feet = [patch for patch in figure.axes[1].patches if to_hex(patch.get_facecolor()) == "#000000"]
     assert len(feet) == 4 * 8 * 3  # one for each F, I and W of the four ranks' second stages
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "forward", "backward, whole or of the input", "backward-weight", "idle", "foot: the rank's second stage"]
+        "forward",
+        "backward, whole or of the input",
+        "backward-weight",
+        "idle",
+        "foot: the rank's second stage",
+    ]
     drawn = {to_hex(block.get_facecolor()) for axes in figure.axes for block in blocks(axes)}
     key = {to_hex(patch.get_facecolor()) for patch in figure.legends[0].get_patches()}
     assert drawn <= key <= drawn | {COLOURS["idle"].lower(), "#000000"}, "the key has the colours of the drawing"
@@ -53,22 +58,34 @@ def test_measured_is_solid_and_below_predicted():
     assert len(solid) == 16 and {block.get_hatch() for block in solid} == {None}
     assert {to_hex(block.get_facecolor()).upper() for block in solid} == {COLOURS["forward"], COLOURS["backward"]}
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "forward", "backward", "pale: predicted", "idle"]
+        "forward",
+        "backward",
+        "pale: predicted",
+        "idle",
+    ]
 
 
 def test_a_schedule_that_was_not_run_has_its_prediction_alone():
     one, zbv = (simulate(make(name, 4, 8)) for name in ("1f1b", "zbv"))
     figure = pipeline.schedule_after_schedule({"1f1b": (one, None), "zbv": (zbv, zbv.rows)}, "three panels")
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
-        "1f1b, predicted: 27.3% idle", "zbv, predicted: 5.9% idle", "zbv, measured: 5.9% idle"]
+        "1f1b, predicted: 27.3% idle",
+        "zbv, predicted: 5.9% idle",
+        "zbv, measured: 5.9% idle",
+    ]
 
 
 def test_both_panels_number_the_same_blocks_however_long_each_took():
     """A stretched block in the measured panel has no number where its prediction is too narrow for one."""
     predicted = simulate(make("zbv", 4, 8), Costs(18, 18, 18))
     for stretch in (1, 2.5):  # of the axis, which both panels share
-        measured = [[Span(action, stretch * start, stretch * (start + (end - start) * (1 + 0.3 * (turn % 2))))
-                     for turn, (action, start, end) in enumerate(row)] for row in predicted.rows]
+        measured = [
+            [
+                Span(action, stretch * start, stretch * (start + (end - start) * (1 + 0.3 * (turn % 2))))
+                for turn, (action, start, end) in enumerate(row)
+            ]
+            for row in predicted.rows
+        ]
         figure = pipeline.predicted_and_measured(predicted, measured, "both", "ms", "measured, median of 3 tries")
         said = [sorted(text.get_text() for text in axes.texts) for axes in figure.axes]
         assert said[0] == said[1] and len(said[0]) == {1: 4 * 48, 2.5: 0}[stretch]

@@ -11,17 +11,34 @@ MB = 10**6
 
 
 def moment(seconds, phase, optimizer, gradients, activations):
-    return Moment(seconds, phase, {"parameters": 90 * MB, "optimizer states": optimizer * MB,
-                                   "gradients": gradients * MB, "activations": activations * MB})
+    return Moment(
+        seconds,
+        phase,
+        {
+            "parameters": 90 * MB,
+            "optimizer states": optimizer * MB,
+            "gradients": gradients * MB,
+            "activations": activations * MB,
+        },
+    )
 
 
-TWO_STEPS = [moment(0.0, "forward", 0, 0, 0), moment(0.3, "forward", 0, 0, 230), moment(0.3, "backward", 0, 0, 230),
-             moment(0.9, "backward", 0, 90, 0), moment(0.9, "optimizer", 0, 90, 0),
-             moment(1.1, "optimizer", 180, 90, 0), moment(1.1, "optimizer", 180, 0, 0),
-             moment(1.1, "forward", 180, 0, 0), moment(1.4, "forward", 180, 0, 230),
-             moment(1.4, "backward", 180, 0, 230),
-             moment(2.0, "backward", 180, 90, 0), moment(2.0, "optimizer", 180, 90, 0),
-             moment(2.1, "optimizer", 180, 90, 0), moment(2.1, "optimizer", 180, 0, 0)]
+TWO_STEPS = [
+    moment(0.0, "forward", 0, 0, 0),
+    moment(0.3, "forward", 0, 0, 230),
+    moment(0.3, "backward", 0, 0, 230),
+    moment(0.9, "backward", 0, 90, 0),
+    moment(0.9, "optimizer", 0, 90, 0),
+    moment(1.1, "optimizer", 180, 90, 0),
+    moment(1.1, "optimizer", 180, 0, 0),
+    moment(1.1, "forward", 180, 0, 0),
+    moment(1.4, "forward", 180, 0, 230),
+    moment(1.4, "backward", 180, 0, 230),
+    moment(2.0, "backward", 180, 90, 0),
+    moment(2.0, "optimizer", 180, 90, 0),
+    moment(2.1, "optimizer", 180, 90, 0),
+    moment(2.1, "optimizer", 180, 0, 0),
+]
 
 
 def test_a_peak_in_the_update_has_a_width_a_dot_and_its_number():

@@ -32,7 +32,7 @@ def test_a_drawing_with_sliders_has_the_title_and_numbers_of_its_still_picture()
     live.controls["ranks"].value = 2
     data, metadata = live._repr_mimebundle_()
     assert "image/png" in data and metadata["image/png"]["alt"] == "zb_h1 on 4 ranks, 8 micro-batches: 11.1% idle"
-    table, = metadata["image/png"]["numbers"]
+    (table,) = metadata["image/png"]["numbers"]
     assert {row.split("\t")[0] for row in table["rows"]} == {f"rank {rank}" for rank in range(4)}
 
 
@@ -48,9 +48,16 @@ def test_a_figures_numbers_stand_beside_it_as_tables():
         lines.axhline(7)
         lines.set(xlabel="step", title="Losses")
     of_bars, of_lines = shown(figure)[1]["image/png"]["numbers"]
-    assert of_bars == {"caption": "GB", "columns": ["bar", "of", "GB"], "rows": [
-        "plain\tparameters\t3", "stage 1\tparameters\t4",
-        "plain\tgradients predicted\t3", "stage 1\tgradients predicted\t4"]}
+    assert of_bars == {
+        "caption": "GB",
+        "columns": ["bar", "of", "GB"],
+        "rows": [
+            "plain\tparameters\t3",
+            "stage 1\tparameters\t4",
+            "plain\tgradients predicted\t3",
+            "stage 1\tgradients predicted\t4",
+        ],
+    }
     assert of_lines["columns"] == ["step", "loss", "loss of the other"] and len(of_lines["rows"]) == 26
     assert of_lines["caption"] == "Losses, one of every 4 rows, and the last"
     assert (of_lines["rows"][1], of_lines["rows"][-1]) == ("4\t4\t5", "99\t99\t100")
@@ -129,14 +136,20 @@ def test_panels_that_share_an_axis_share_its_unit():
 
 def test_figures_of_words_and_of_cells_tell_their_tables():
     checks = {"fork": ("ok", "4 ranks in 0.1 s", ""), "GPU": ("cannot", "no device", "rent one")}
-    table, = shown(start.capabilities(checks))[1]["image/png"]["numbers"]
+    (table,) = shown(start.capabilities(checks))[1]["image/png"]["numbers"]
     assert table["columns"] == ["check", "state", "found", "what to do"]
     assert table["rows"] == ["fork\tok\t4 ranks in 0.1 s\t", "GPU\tcannot\tno device\trent one"]
-    grids = steps.padding_grids(np.array([4, 1, 30]), {"in order": [np.array([0, 1]), np.array([2])],
-                                                       "by length": [np.array([1]), np.array([0, 2])]})
-    table, = shown(grids)[1]["image/png"]["numbers"]
-    assert table["rows"] == ["in order\t0\t2\t4\t38%", "in order\t1\t1\t30\t0%",
-                             "by length\t0\t1\t1\t0%", "by length\t1\t2\t30\t43%"]
+    grids = steps.padding_grids(
+        np.array([4, 1, 30]),
+        {"in order": [np.array([0, 1]), np.array([2])], "by length": [np.array([1]), np.array([0, 2])]},
+    )
+    (table,) = shown(grids)[1]["image/png"]["numbers"]
+    assert table["rows"] == [
+        "in order\t0\t2\t4\t38%",
+        "in order\t1\t1\t30\t0%",
+        "by length\t0\t1\t1\t0%",
+        "by length\t1\t2\t30\t43%",
+    ]
 
 
 def test_a_line_over_some_of_anothers_places_is_a_column_of_its_table():
@@ -146,12 +159,18 @@ def test_a_line_over_some_of_anothers_places_is_a_column_of_its_table():
         axes.plot([1, 4], [5, 5], label="elsewhere")
         axes.set(title="a job", xlabel="step (dots: every try)", ylabel="nats\n(logarithmic)")
     both, other = shown(figure)[1]["image/png"]["numbers"]
-    assert both == {"caption": "a job: nats", "columns": ["step", "whole", "resumed"],
-                    "rows": ["1\t9\t", "2\t8\t8", "3\t7\t6"]}
+    assert both == {
+        "caption": "a job: nats",
+        "columns": ["step", "whole", "resumed"],
+        "rows": ["1\t9\t", "2\t8\t8", "3\t7\t6"],
+    }
     assert other["columns"] == ["step", "elsewhere"]
 
 
 def test_cells_say_what_is_written_in_them():
-    table, = shown(runs.confusion(["no", "yes"], [[3, 1], [2, 2]]))[1]["image/png"]["numbers"]
-    assert table == {"caption": "actual (rows) by predicted (columns)", "columns": ["actual", "no", "yes"],
-                     "rows": ["no\t3\t1", "yes\t2\t2"]}
+    (table,) = shown(runs.confusion(["no", "yes"], [[3, 1], [2, 2]]))[1]["image/png"]["numbers"]
+    assert table == {
+        "caption": "actual (rows) by predicted (columns)",
+        "columns": ["actual", "no", "yes"],
+        "rows": ["no\t3\t1", "yes\t2\t2"],
+    }

@@ -45,8 +45,7 @@ def model(device="cuda"):
 def batch(step):
     """The global batch of a step, on the CPU."""
     generator = torch.Generator().manual_seed(step)
-    return (torch.randn(ROWS, 6, WIDTH, generator=generator),
-            torch.randint(CLASSES, (ROWS,), generator=generator))
+    return (torch.randn(ROWS, 6, WIDTH, generator=generator), torch.randint(CLASSES, (ROWS,), generator=generator))
 
 
 def own(step, parts=None, part=None):
@@ -225,8 +224,9 @@ def schedule_zbv():
 def accelerate_fsdp():
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
-                                            transformer_cls_names_to_wrap=["Block"])
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+    )
     accelerator = Accelerator(fsdp_plugin=plugin)
     whole = model()
     wrapped, optimizer = accelerator.prepare(whole, adamw(whole.parameters()))
@@ -244,9 +244,12 @@ def _deepspeed(stage, **zero):
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     whole = model()
-    settings = {"train_micro_batch_size_per_gpu": ROWS // dist.get_world_size(), "gradient_clipping": 1.0,
-                "zero_optimization": {"stage": stage, "reduce_bucket_size": 5000, **zero},
-                "zero_allow_untested_optimizer": True}
+    settings = {
+        "train_micro_batch_size_per_gpu": ROWS // dist.get_world_size(),
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 5000, **zero},
+        "zero_allow_untested_optimizer": True,
+    }
     engine, *_ = deepspeed.initialize(model=whole, optimizer=adamw(whole.parameters()), config=settings)
     return loop(engine, engine.step, engine.backward)
 
@@ -267,8 +270,25 @@ def deepspeed_3():
     return _deepspeed(3, stage3_param_persistence_threshold=0)
 
 
-ENGINES = {each.__name__: each for each in (
-    ddp, ddp_bucket_view, zero_redundancy_optimizer, fsdp2, fsdp2_kept, fsdp2_hybrid, dtensor, schedule_gpipe,
-    schedule_1f1b, schedule_interleaved, schedule_zbv, accelerate_fsdp, deepspeed_1, deepspeed_2,
-    deepspeed_2_overlapped, deepspeed_3)}
+ENGINES = {
+    each.__name__: each
+    for each in (
+        ddp,
+        ddp_bucket_view,
+        zero_redundancy_optimizer,
+        fsdp2,
+        fsdp2_kept,
+        fsdp2_hybrid,
+        dtensor,
+        schedule_gpipe,
+        schedule_1f1b,
+        schedule_interleaved,
+        schedule_zbv,
+        accelerate_fsdp,
+        deepspeed_1,
+        deepspeed_2,
+        deepspeed_2_overlapped,
+        deepspeed_3,
+    )
+}
 RANKS = {"fsdp2_hybrid": 4}

@@ -31,8 +31,9 @@ RETURNED, RAISED, SIMULATED = "returned", "raised", "simulated"
 """What a function did: the last where it asked for the simulation, and the GPUs are real."""
 
 if not ON_HARDWARE and "gpu_sim" not in sys.modules:  # by this name findings are pickled; nothing is installed here
-    _spec = importlib.util.spec_from_file_location("gpu_sim", HERE.parent / "gpu_sim" / "__init__.py",
-                                                   submodule_search_locations=[str(HERE.parent / "gpu_sim")])
+    _spec = importlib.util.spec_from_file_location(
+        "gpu_sim", HERE.parent / "gpu_sim" / "__init__.py", submodule_search_locations=[str(HERE.parent / "gpu_sim")]
+    )
     assert _spec and _spec.loader
     sys.modules["gpu_sim"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules["gpu_sim"])
@@ -52,8 +53,11 @@ class Machine:
     def __init__(self, root: Path):
         self.root, self.runs, self.used = root, 0, 0.0
         own, theirs = Pipe()
-        kept = {name: value for name, value in os.environ.items()  # what earlier tests of this process chose is theirs
-                if name not in ("DS_ACCELERATOR", "OMP_NUM_THREADS") and not name.startswith("ACCELERATE_")}
+        kept = {
+            name: value
+            for name, value in os.environ.items()  # what earlier tests of this process chose is theirs
+            if name not in ("DS_ACCELERATOR", "OMP_NUM_THREADS") and not name.startswith("ACCELERATE_")
+        }
         if ON_HARDWARE:
             # Asked whether there are GPUs, torch would else start the driver, which no forked process could use.
             given = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -62,14 +66,26 @@ class Machine:
             environment = {name: value for name, value in kept.items() if name != "CUDA_VISIBLE_DEVICES"}
             environment |= {"GPU_SIM": "8", "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)])}
         # Not as a child: tests look whether anything that they started is left of this process's children.
-        subprocess.run([sys.executable, "-m", "tests.gpu.machine", str(theirs.fileno())], check=True,
-                       pass_fds=[theirs.fileno()], env=environment, cwd=ROOT)
+        subprocess.run(
+            [sys.executable, "-m", "tests.gpu.machine", str(theirs.fileno())],
+            check=True,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            cwd=ROOT,
+        )
         theirs.close()
         self.connection = own
         self.process = psutil.Process(own.recv())
 
-    def run(self, function: Callable[..., Any], *args: Any, gpus: int = 2, timeout: float = 480.0,
-            environment: dict[str, str] | None = None, **kwargs: Any) -> Any:
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        gpus: int = 2,
+        timeout: float = 480.0,
+        environment: dict[str, str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Call ``function(*args, **kwargs)`` in a new process that sees ``gpus`` GPUs; its return value.
 
         The process has used neither the device nor autograd: it may fork ranks (``start_method="fork"``). On real GPUs
@@ -80,8 +96,13 @@ class Machine:
         """
         return self.run_each([(function, args, kwargs)], gpus, timeout, environment)[0]
 
-    def run_each(self, calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]], gpus: int = 2,
-                 timeout: float = 480.0, environment: dict[str, str] | None = None) -> list[Any]:
+    def run_each(
+        self,
+        calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]],
+        gpus: int = 2,
+        timeout: float = 480.0,
+        environment: dict[str, str] | None = None,
+    ) -> list[Any]:
         """Several calls at the same time, each as `run` does it; what waits does not hold up the others."""
         options = (_real(gpus) if ON_HARDWARE else {"GPU_SIM": str(gpus)}) | (environment or {})
         sent = []

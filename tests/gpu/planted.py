@@ -45,8 +45,12 @@ class Plant:
 
 
 PLANTS: list[Plant] = []
-READ, TWO, OVER, FLIGHT = ("read before it was written", "two writes at once", "written while it was read",
-                           "written in flight")
+READ, TWO, OVER, FLIGHT = (
+    "read before it was written",
+    "two writes at once",
+    "written while it was read",
+    "written in flight",
+)
 
 
 def plant(kind, ranks=2, hangs=False, says=""):

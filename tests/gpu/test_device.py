@@ -15,8 +15,13 @@ def _memory():
     torch.cuda.reset_peak_memory_stats()
     del y
     z = torch.empty(250, device="cuda:1")
-    return held, torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before, \
-        torch.cuda.memory_allocated(1), z.device.index
+    return (
+        held,
+        torch.cuda.memory_allocated() - before,
+        torch.cuda.max_memory_allocated() - before,
+        torch.cuda.memory_allocated(1),
+        z.device.index,
+    )
 
 
 def test_memory_is_counted_on_each_device(gpus):
@@ -28,8 +33,15 @@ def _kernels():
     import torch
 
     x, counts = torch.ones(4, device="cuda"), []
-    for work in (lambda: x + 1, lambda: x.view(2, 2), lambda: x.sum().item(), lambda: x.cpu(), lambda: x[x > 0],
-                 lambda: torch._foreach_mul_([x, x.clone()], 2), lambda: torch.cuda.synchronize()):
+    for work in (
+        lambda: x + 1,
+        lambda: x.view(2, 2),
+        lambda: x.sum().item(),
+        lambda: x.cpu(),
+        lambda: x[x > 0],
+        lambda: torch._foreach_mul_([x, x.clone()], 2),
+        lambda: torch.cuda.synchronize(),
+    ):
         kernels, syncs = gpu_sim.kernels(), gpu_sim.host_syncs()
         work()
         counts.append((gpu_sim.kernels() - kernels, gpu_sim.host_syncs() - syncs))
@@ -104,7 +116,9 @@ def loaded_onto_the_gpu(folder):
 
 def test_a_file_is_loaded_onto_a_gpu(gpus, tmp_path):
     assert gpus.run(loaded_onto_the_gpu, tmp_path, gpus=1) == {
-        "ones": ("cuda:0", [[1.0, 1.0]] * 3), "counts": ("cuda:0", [1, 2])}
+        "ones": ("cuda:0", [[1.0, 1.0]] * 3),
+        "counts": ("cuda:0", [1, 2]),
+    }
 
 
 def _pinned():
@@ -152,8 +166,9 @@ def test_after_a_backward_a_fork_has_none(gpus):
 def _ranks(function, *args, ranks=2, **kwargs):
     from course_lib.launching.launch import launch
 
-    return launch(function, *args, num_processes=ranks, device="cuda", start_method="fork", timeout=240, stream=False,
-                  **kwargs)
+    return launch(
+        function, *args, num_processes=ranks, device="cuda", start_method="fork", timeout=240, stream=False, **kwargs
+    )
 
 
 def _works():

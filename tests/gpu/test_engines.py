@@ -27,8 +27,10 @@ GROUPS = {  # pairs that can share a process: DeepSpeed and Accelerate's plugin 
 }
 SOME = [pytest.param(name, marks=() if name == "some" else pytest.mark.long) for name in GROUPS]
 ACROSS = [  # saved by two ranks, resumed by three
-    (("zero1", "torch"), ("zero3", "scratch")), (("fsdp", "torch"), ("ddp", "torch")),
-    (("ddp", "torch"), ("fsdp", "scratch")), (("zero3", "scratch"), ("zero1", "torch")),
+    (("zero1", "torch"), ("zero3", "scratch")),
+    (("fsdp", "torch"), ("ddp", "torch")),
+    (("ddp", "torch"), ("fsdp", "scratch")),
+    (("zero3", "scratch"), ("zero1", "torch")),
 ]
 
 
@@ -82,8 +84,10 @@ def test_more_ranks_go_on_with_another_strategy_and_engine(gpus, first_runs, pla
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_any_number_of_ranks_goes_on_from_deepspeed_and_from_accelerate(gpus, first_runs, plain, tmp_path, ranks):
     saved = [(first_runs(group)[1], pair) for group in ("deepspeed", "accelerate") for pair in GROUPS[group]]
-    runs = [(t.name_of(pair), {"strategy": "zero2", "engine": "scratch",
-                               "resume_from_checkpoint": t.saved(folder, pair)}) for folder, pair in saved]
+    runs = [
+        (t.name_of(pair), {"strategy": "zero2", "engine": "scratch", "resume_from_checkpoint": t.saved(folder, pair)})
+        for folder, pair in saved
+    ]
     assert len(runs) == 4
     t.agree(gpus.run(t.launched, tmp_path, ranks, runs, gpus=ranks, timeout=1200), plain, from_step=t.SAVED_AT)
 
@@ -95,15 +99,21 @@ def without_a_launcher(folder, runs):
     return found
 
 
-@pytest.mark.parametrize("pairs", [
-    [("zero1", "torch"), ("fsdp", "torch"), ("zero3", "scratch"), ("ddp", "scratch")],
-    pytest.param([("zero2", "deepspeed")], marks=pytest.mark.long)], ids=["others", "deepspeed"])
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [("zero1", "torch"), ("fsdp", "torch"), ("zero3", "scratch"), ("ddp", "scratch")],
+        pytest.param([("zero2", "deepspeed")], marks=pytest.mark.long),
+    ],
+    ids=["others", "deepspeed"],
+)
 def test_one_process_that_nobody_launched_shares_its_state_with_itself(gpus, plain, tmp_path, pairs):
     runs = [t.of(pair) for pair in pairs]
     t.agree([gpus.run(without_a_launcher, tmp_path, runs, gpus=1, timeout=1200)], plain)
 
 
 # --- a whole run ---
+
 
 def watched_run(folder):
     """A run whose baselines look whether anyone could be waiting for them."""
@@ -131,14 +141,16 @@ def test_a_whole_run_and_nobody_waits_while_rank_0_scores_baselines(gpus, tmp_pa
 
 # --- the process group ---
 
+
 def connected(folder, watchdog):
     """An engine's group as it is made, and the GPU that was current when the first question was put to CUDA."""
     import gpu_sim.cuda
 
     torch.cuda.set_device(0)  # as in a rank that torchrun has started
     asked, own = [], torch.cuda.is_bf16_supported
-    with mock.patch.object(torch.cuda, "is_bf16_supported",
-                           lambda *a, **k: (asked.append(torch.cuda.current_device()), own(*a, **k))[1]):
+    with mock.patch.object(
+        torch.cuda, "is_bf16_supported", lambda *a, **k: (asked.append(torch.cuda.current_device()), own(*a, **k))[1]
+    ):
         build_engine(parity.task(folder, 2, device="cuda", mixed_precision="auto", watchdog=watchdog)).connect()
     made_with = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     process_group.have_patience(watchdog)
@@ -146,8 +158,9 @@ def connected(folder, watchdog):
 
 
 def connections(folder, watchdog):
-    return launch(connected, folder, watchdog, num_processes=2, device="cuda", start_method="fork", timeout=240,
-                  stream=False)
+    return launch(
+        connected, folder, watchdog, num_processes=2, device="cuda", start_method="fork", timeout=240, stream=False
+    )
 
 
 @pytest.mark.parametrize("watchdog, minutes", [(300.0, 55), (0.0, 30)])
@@ -159,6 +172,7 @@ def test_groups_carry_the_hosts_tensors_too_and_outlast_the_watchdog(gpus, tmp_p
 
 
 # --- the random streams ---
+
 
 def streams():
     torch.cuda.set_device(1)
@@ -190,6 +204,7 @@ def test_a_run_on_the_cpu_leaves_cuda_alone(gpus):
 
 # --- pieces to a whole ---
 
+
 def whole_from_pieces():
     """Pieces of two dtypes on GPUs and on the host, some empty, two ranks alike, in gathers of 24 bytes."""
     dist.init_process_group(process_group.GPU_BACKENDS)
@@ -211,10 +226,22 @@ def whole_from_pieces():
     with mock.patch.object(dist, "send"), mock.patch.object(dist, "recv"):  # which would open a communicator each
         found = sharding.gather_whole(pieces)
     peak = torch.cuda.max_memory_allocated() - before
-    wanted = {"on GPUs": a.view(4, 5), "on the host": a.view(4, 5), "here and there": a.view(4, 5), "on one": b,
-              "on all": c.view(2, 3), "twice": c.view(2, 3)}
-    same = [torch.equal(found[name], whole) and found[name].dtype == whole.dtype and not found[name].is_cuda
-            for name, whole in wanted.items()] if found else []
+    wanted = {
+        "on GPUs": a.view(4, 5),
+        "on the host": a.view(4, 5),
+        "here and there": a.view(4, 5),
+        "on one": b,
+        "on all": c.view(2, 3),
+        "twice": c.view(2, 3),
+    }
+    same = (
+        [
+            torch.equal(found[name], whole) and found[name].dtype == whole.dtype and not found[name].is_cuda
+            for name, whole in wanted.items()
+        ]
+        if found
+        else []
+    )
     return same, peak, list(found) == (list(pieces) if rank == 0 else [])
 
 
@@ -229,6 +256,7 @@ def test_whole_tensors_come_by_gathers_of_bounded_size(gpus):
 
 
 # --- the collectives from messages ---
+
 
 def uneven(group_size):
     dist.init_process_group("nccl")
@@ -267,6 +295,7 @@ def test_a_rank_with_nothing_to_send_or_receive_comes_to_a_groups_first_call(gpu
 
 # --- fp16 ---
 
+
 def learning_rates(folder, training_type, ranks, logging_steps, infinite_at):
     """The learning rate at each log of a run in fp16, one of whose steps overflows; and the schedule's place."""
     rates, places = [], []
@@ -284,21 +313,46 @@ def learning_rates(folder, training_type, ranks, logging_steps, infinite_at):
             places.append(trainer.scheduler.last_epoch)
 
     with mock.patch.multiple(parity._Keep, on_train_begin=begin, on_log=log):
-        t.found_on(folder, ranks, [("fp16", {
-            "training_type": training_type, "mixed_precision": "fp16", "max_steps": 4, "warmup_steps": 0,
-            "logging_steps": logging_steps, "save_steps": logging_steps, "save_total_limit": None, "eval_steps": 0})])
+        t.found_on(
+            folder,
+            ranks,
+            [
+                (
+                    "fp16",
+                    {
+                        "training_type": training_type,
+                        "mixed_precision": "fp16",
+                        "max_steps": 4,
+                        "warmup_steps": 0,
+                        "logging_steps": logging_steps,
+                        "save_steps": logging_steps,
+                        "save_total_limit": None,
+                        "eval_steps": 0,
+                    },
+                )
+            ],
+        )
     return rates, places
 
 
 def rates_of(folder, training_type, ranks, *rest):
     if training_type == "basic":
         return learning_rates(folder, training_type, ranks, *rest)
-    return launch(learning_rates, folder, training_type, ranks, *rest, num_processes=ranks, device="cuda",
-                  start_method="fork", timeout=400, stream=False)[0]
+    return launch(
+        learning_rates,
+        folder,
+        training_type,
+        ranks,
+        *rest,
+        num_processes=ranks,
+        device="cuda",
+        start_method="fork",
+        timeout=400,
+        stream=False,
+    )[0]
 
 
-@pytest.mark.parametrize("training_type, ranks", [
-    pytest.param("basic", 1, marks=pytest.mark.long), ("accelerated", 2)])
+@pytest.mark.parametrize("training_type, ranks", [pytest.param("basic", 1, marks=pytest.mark.long), ("accelerated", 2)])
 def test_the_learning_rate_stays_where_fp16_skips_a_step(gpus, tmp_path, training_type, ranks):
     rates, places = gpus.run(rates_of, tmp_path / "each", training_type, ranks, 1, 1)
     assert places == [1, 1, 2, 3] and rates[0] > rates[1] == rates[2] > rates[3], "the step after it has its rate"
@@ -310,11 +364,18 @@ def hints(folder):
     """What "auto" says on a V100, and on what computes bf16."""
     found = []
     for capable, capability, options in [
-            (False, (7, 0), {}), (False, (7, 5), {"strategy": "fsdp"}), (False, (7, 0), {"training_type": "basic"}),
-            (True, (8, 0), {}), (False, (6, 0), {}), (False, (7, 0), {"mixed_precision": "no"})]:
+        (False, (7, 0), {}),
+        (False, (7, 5), {"strategy": "fsdp"}),
+        (False, (7, 0), {"training_type": "basic"}),
+        (True, (8, 0), {}),
+        (False, (6, 0), {}),
+        (False, (7, 0), {"mixed_precision": "no"}),
+    ]:
         config = parity.task(folder, 1, **{"device": "cuda", "mixed_precision": "auto"} | options)
-        with (mock.patch.object(torch.cuda, "is_bf16_supported", lambda *_, capable=capable, **__: capable),
-              mock.patch.object(torch.cuda, "get_device_capability", lambda *_, capability=capability: capability)):
+        with (
+            mock.patch.object(torch.cuda, "is_bf16_supported", lambda *_, capable=capable, **__: capable),
+            mock.patch.object(torch.cuda, "get_device_capability", lambda *_, capability=capability: capability),
+        ):
             found.append(precision.hint(config, torch.device("cuda", 0)))
     return found
 
@@ -328,6 +389,7 @@ def test_a_gpu_without_bfloat16_says_what_would_use_it(gpus, tmp_path):
 
 # --- devices without ---
 
+
 def doubles():
     """Dtypes of what an evaluation makes on the device."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -337,16 +399,26 @@ def doubles():
     class Look(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **kwargs or {})
-            made.update(each.dtype for each in torch.utils._pytree.tree_leaves(out)
-                        if isinstance(each, torch.Tensor) and each.is_cuda)
+            made.update(
+                each.dtype
+                for each in torch.utils._pytree.tree_leaves(out)
+                if isinstance(each, torch.Tensor) and each.is_cuda
+            )
             return out
 
     def scores(batch):
         return (torch.ones(len(batch["labels"]), 2, device="cuda"),)
 
     with Look():
-        found = evaluation.evaluate_split(None, [{"labels": torch.ones(3, 4)}], "causal_lm", None, scores=scores,
-                                          device=torch.device("cuda"), precision=precision.autocast("no", "cuda"))
+        found = evaluation.evaluate_split(
+            None,
+            [{"labels": torch.ones(3, 4)}],
+            "causal_lm",
+            None,
+            scores=scores,
+            device=torch.device("cuda"),
+            precision=precision.autocast("no", "cuda"),
+        )
     return found["loss"], torch.float64 in made, torch.float32 in made
 
 

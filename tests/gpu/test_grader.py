@@ -27,8 +27,9 @@ def graded(lessons, planted):
     for task in chosen:
         source = masters.answers(solutions_folder() / f"{task.lesson}.ipynb")[task.name]
         jobs += [CheckJob(task, selftest.function_of(task, source), case) for case in task.cases(random.Random(0))]
-    reports = [Report(job.task, tuple(job.task.judge(job.case, seen)))
-               for job, seen in zip(jobs, observe(jobs), strict=True)]
+    reports = [
+        Report(job.task, tuple(job.task.judge(job.case, seen))) for job, seen in zip(jobs, observe(jobs), strict=True)
+    ]
     return [str(report) for report in reports if report.failed], len(jobs)
 
 
@@ -65,8 +66,9 @@ def looked(isolated):
 
     assert torch.cuda.device_count() == 2
     task = TASKS["ddp.overlap"]
-    return grade_source(task, LOOKS.format(name=task.function), hidden=None, limits=Limits(),
-                        sandbox=Sandbox(isolated=isolated)).error
+    return grade_source(
+        task, LOOKS.format(name=task.function), hidden=None, limits=Limits(), sandbox=Sandbox(isolated=isolated)
+    ).error
 
 
 def test_a_graded_answer_sees_no_gpu(gpus):

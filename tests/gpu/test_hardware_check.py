@@ -37,8 +37,14 @@ HERE = Settings(gpus=1, name="NVIDIA H100 80GB HBM3", memory=80 << 30, bf16=True
 
 
 def test_without_a_gpu_it_says_so_in_one_line_and_ends_well(tmp_path):
-    said = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "gpu.py")], cwd=tmp_path, capture_output=True,
-                          text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "GPU_SIM": "0"}, timeout=400)
+    said = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "gpu.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "GPU_SIM": "0"},
+        timeout=400,
+    )
     assert said.returncode == 0, said.stderr
     assert re.fullmatch(r"no GPU here: \S.*\n", said.stdout) and not list(tmp_path.iterdir())
 
@@ -49,14 +55,19 @@ def test_without_a_gpu_it_says_so_in_one_line_and_ends_well(tmp_path):
 @pytest.fixture
 def planted(monkeypatch, tmp_path):
     """Runs planted sections by name; gives the exit code and the report."""
-    monkeypatch.setattr(gpu, "probe", lambda: {"gpus": 1, "name": "planted", "memory": 1, "bf16": True,
-                                               "simulated": True})
+    monkeypatch.setattr(
+        gpu, "probe", lambda: {"gpus": 1, "name": "planted", "memory": 1, "bf16": True, "simulated": True}
+    )
     monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)  # these tests' own process keeps its handlers
 
     def run(*names, seconds=100.0, arguments=()):
         pids = {"PIDS": str(tmp_path / "pids")}
-        sections = [Section(f"{number}-{name}", f"Section {number}", f"tests.gpu.planted_sections:{name}", seconds,
-                            environment=pids) for number, name in enumerate(names)]
+        sections = [
+            Section(
+                f"{number}-{name}", f"Section {number}", f"tests.gpu.planted_sections:{name}", seconds, environment=pids
+            )
+            for number, name in enumerate(names)
+        ]
         code = gpu.main(["--output", str(tmp_path / "report.md"), *arguments], sections)
         return code, (tmp_path / "report.md").read_text()
 
@@ -167,10 +178,14 @@ def test_what_wants_a_package_that_is_not_installed_is_left_out_by_its_name(plan
     assert "- a row: absent is not installed\n- the rest of it: nowhere_at_all is not installed\n" in text
 
 
-@pytest.mark.parametrize(("said", "package"), [
-    ("/venv/bin/python: No module named papermill", "papermill"),
-    ("ModuleNotFoundError: No module named 'matplotlib.pyplot'", "matplotlib"),
-    ("course: `course doctor` needs datasets, which is not installed: pip install", "datasets")])
+@pytest.mark.parametrize(
+    ("said", "package"),
+    [
+        ("/venv/bin/python: No module named papermill", "papermill"),
+        ("ModuleNotFoundError: No module named 'matplotlib.pyplot'", "matplotlib"),
+        ("course: `course doctor` needs datasets, which is not installed: pip install", "datasets"),
+    ],
+)
 def test_what_another_program_lacks_is_read_from_its_words(said, package):
     assert missing(failed(said, said)) == f"{package} is not installed"
     for ours in ("ValueError: no data", "ModuleNotFoundError: No module named 'tests.gone'"):
@@ -226,8 +241,11 @@ def test_every_pair_is_trained_in_fp32_on_all_gpus_and_every_run_is_a_valid_one(
     pairs = {(strategy, engine) for strategy, engines in ENGINES.items() for engine in engines}
     for full in (False, True):
         cases = strategies.cases(replace(HERE, gpus=gpus, full=full))
-        plain = [(each.strategy, each.engine) for each in cases
-                 if each.ranks == gpus and each.precision == "no" and not each.options]
+        plain = [
+            (each.strategy, each.engine)
+            for each in cases
+            if each.ranks == gpus and each.precision == "no" and not each.options
+        ]
         assert len(plain) == 14 and set(plain) == pairs
         assert sum("pipeline" in case.name for case in cases) == (3 if gpus in (2, 4, 8) else 0)
         assert len({case.label for case in cases}) == len(cases)
@@ -318,8 +336,14 @@ def test_fsdp_keeps_no_whole_parameters_beside_its_shards(gpus, engine, tmp_path
 def test_the_whole_of_it_runs_on_a_simulated_gpu(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment |= {"GPU_SIM": "1", "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)])}
-    said = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--tiny", "--minutes", "30"],
-                          cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=850)
+    said = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--tiny", "--minutes", "30"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=850,
+    )
     text = (tmp_path / "gpu-report.md").read_text()
     assert said.returncode == 0, f"{said.stdout}\n{said.stderr}\n{text}"
     assert "simulated device" in text.splitlines()[0]

@@ -9,9 +9,23 @@ from course_lib.errors import EXIT_RESUME, TrainingInterrupted
 from course_lib.training.callbacks import Callback, FunctionCallback
 from tests.long_cases import some
 
-BASE = {"model": "tiny-bert", "max_steps": 7, "logging_steps": 7, "max_train_samples": 120, "max_eval_samples": 32,
-        "batch_size": 4, "max_length": 32, "eval_steps": 0, "save_steps": 0, "keep_best": False, "baselines": False,
-        "progress_bar": False, "watchdog": 0.0, "device": "cuda", "output_dir": "out"}
+BASE = {
+    "model": "tiny-bert",
+    "max_steps": 7,
+    "logging_steps": 7,
+    "max_train_samples": 120,
+    "max_eval_samples": 32,
+    "batch_size": 4,
+    "max_length": 32,
+    "eval_steps": 0,
+    "save_steps": 0,
+    "keep_best": False,
+    "baselines": False,
+    "progress_bar": False,
+    "watchdog": 0.0,
+    "device": "cuda",
+    "output_dir": "out",
+}
 TRAINERS = {
     "basic": (1, {"training_type": "basic"}),
     "one process": (1, {}),
@@ -101,14 +115,23 @@ def sites_of_syncs(config):
                 own = ("/torch/", "gpu_sim", "test_host_syncs")
                 sites.append(next(file for file in reversed(files) if not any(part in file for part in own)))
             return result
+
         return noted
 
     class Look(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return noting(func)(*args, **(kwargs or {}))
 
-    looking = [Look(), *(mock.patch(name, noting(function)) for name, function in
-                         {"torch.cuda.synchronize": torch.cuda.synchronize, "torch.tensor": torch.tensor}.items())]
+    looking = [
+        Look(),
+        *(
+            mock.patch(name, noting(function))
+            for name, function in {
+                "torch.cuda.synchronize": torch.cuda.synchronize,
+                "torch.tensor": torch.tensor,
+            }.items()
+        ),
+    ]
 
     def look(trainer):
         seen.append(gpu_sim.host_syncs())
@@ -128,9 +151,11 @@ def test_under_deepspeed_nobody_waits_but_deepspeed(gpus):
     options = {"strategy": "zero1", "engine": "deepspeed"}
     for sites, syncs in gpus.run(run_on_gpus, sites_of_syncs, options, 2, gpus=2):
         assert len(sites) == syncs > 0
-        assert {site.partition("/deepspeed/")[2] for site in sites} == {"runtime/utils.py",
-                                                                        "runtime/zero/stage_1_and_2.py",
-                                                                        "accelerator/cuda_accelerator.py"}
+        assert {site.partition("/deepspeed/")[2] for site in sites} == {
+            "runtime/utils.py",
+            "runtime/zero/stage_1_and_2.py",
+            "accelerator/cuda_accelerator.py",
+        }
 
 
 def evaluation(config):
@@ -163,9 +188,14 @@ def evaluation(config):
     return found
 
 
-@pytest.mark.parametrize(("ranks", "options"), [
-    (2, {}), pytest.param(1, {"training_type": "basic"}, marks=pytest.mark.long),
-    pytest.param(2, {"training_type": "pipeline"}, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {}),
+        pytest.param(1, {"training_type": "basic"}, marks=pytest.mark.long),
+        pytest.param(2, {"training_type": "pipeline"}, marks=pytest.mark.long),
+    ],
+)
 def test_an_evaluation_waits_at_its_end_and_not_for_each_batch(gpus, ranks, options):
     """Losses, predictions and labels come down, each in one piece, and are added up there: MPS has no float64."""
     options = options | {"max_eval_samples": 40, "eval_batch_size": 2}
@@ -200,8 +230,11 @@ def interrupted(config):
             code = error.exit_code
         return code, trainer.state.step, callback.losses
 
-    return (run(Signalled(-1, 0), output_dir="whole"), run(Signalled(1, 3), output_dir="cut"),
-            run(Signalled(-1, 0), output_dir="cut", resume_from_checkpoint="auto"))
+    return (
+        run(Signalled(-1, 0), output_dir="whole"),
+        run(Signalled(1, 3), output_dir="cut"),
+        run(Signalled(-1, 0), output_dir="cut", resume_from_checkpoint="auto"),
+    )
 
 
 def test_all_ranks_stop_at_the_same_step_and_go_on_as_if_nothing_had_been(gpus):
@@ -231,8 +264,12 @@ def forms_of_letters(config):
 
     state = PartialState(backend="cpu:gloo,cuda:nccl")
     stage = torch.nn.Linear(4, 4).to(state.device)
-    executor = PipelineExecutor(make("1f1b", ranks=2, microbatches=2), {dist.get_rank(): stage},
-                                lambda output, target: output.sum(), device=state.device)
+    executor = PipelineExecutor(
+        make("1f1b", ranks=2, microbatches=2),
+        {dist.get_rank(): stage},
+        lambda output, target: output.sum(),
+        device=state.device,
+    )
     found = []
     for length in (3, 5):
         batch = torch.zeros(4, length, 4, device=state.device)

@@ -37,10 +37,25 @@ def loaded_by_workers(folder):
     from course_lib.training.run import build_trainer
 
     os.mkdir(folder)
-    trainer = build_trainer(build({
-        "model": "tiny-bert", "max_train_samples": 8, "max_eval_samples": 8, "max_length": 32, "batch_size": 4,
-        "num_epochs": 2, "num_workers": 1, "save_steps": 0, "keep_best": False, "progress_bar": False,
-        "watchdog": 0, "output_dir": folder}), [])[0]
+    trainer = build_trainer(
+        build(
+            {
+                "model": "tiny-bert",
+                "max_train_samples": 8,
+                "max_eval_samples": 8,
+                "max_length": 32,
+                "batch_size": 4,
+                "num_epochs": 2,
+                "num_workers": 1,
+                "save_steps": 0,
+                "keep_best": False,
+                "progress_bar": False,
+                "watchdog": 0,
+                "output_dir": folder,
+            }
+        ),
+        [],
+    )[0]
     trainer.train()
     return trainer.state.step, trainer.device.type
 
@@ -51,8 +66,9 @@ def made_here():
 
     from course_lib.training.cpu_kernels import use_fast_kernels
 
-    model = BertForSequenceClassification(BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1,
-                                                     num_attention_heads=1, intermediate_size=8))
+    model = BertForSequenceClassification(
+        BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    )
     use_fast_kernels(model)
     return model.train()
 
@@ -123,7 +139,8 @@ def test_to_fork_it_all_the_same_is_refused_in_one_line(stepped):
     assert stepped["fork"] == (
         "ranks that are forked from this process could not train (Unable to handle autograd's threading in combination "
         "with fork-based multiprocessing. See https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork): leave "
-        "start_method out, or fork before the first backward, optimizer step or use of a GPU")
+        "start_method out, or fork before the first backward, optimizer step or use of a GPU"
+    )
 
 
 def forked():
@@ -222,11 +239,36 @@ def out_of_memory(folder):
     for megabytes in (8, 0):
         torch.cuda.set_per_process_memory_fraction(megabytes * 2**20 / total)
         with contextlib.redirect_stderr(io.StringIO()) as errors:
-            code = cli.main(["train", "--model", "tiny-gpt2", "--max_train_samples", "64", "--max_eval_samples", "8",
-                             "--batch_size", "64", "--max_steps", "1", "--baselines", "false", "--num_processes", "1",
-                             "--progress_bar", "false", "--output_dir", f"{folder}/{megabytes}"])
-        said.append((code, [line for line in errors.getvalue().splitlines() if line.startswith("course: ")],
-                     "Traceback" in errors.getvalue()))
+            code = cli.main(
+                [
+                    "train",
+                    "--model",
+                    "tiny-gpt2",
+                    "--max_train_samples",
+                    "64",
+                    "--max_eval_samples",
+                    "8",
+                    "--batch_size",
+                    "64",
+                    "--max_steps",
+                    "1",
+                    "--baselines",
+                    "false",
+                    "--num_processes",
+                    "1",
+                    "--progress_bar",
+                    "false",
+                    "--output_dir",
+                    f"{folder}/{megabytes}",
+                ]
+            )
+        said.append(
+            (
+                code,
+                [line for line in errors.getvalue().splitlines() if line.startswith("course: ")],
+                "Traceback" in errors.getvalue(),
+            )
+        )
     return said
 
 

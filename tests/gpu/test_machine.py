@@ -82,9 +82,22 @@ def test_a_function_that_wants_the_simulation_is_known_by_its_error():
 def test_on_hardware_nothing_is_simulated_and_what_cannot_run_is_skipped_with_its_reason(gpus, tmp_path):
     seen = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment = seen | {"GPU_TESTS": "hardware", "GPU_SIM": "1", "PYTHONPATH": f"{SITE}{os.pathsep}{ROOT}"}
-    said = subprocess.run([sys.executable, "-m", "pytest", "tests/gpu/test_machine.py", "-p", "no:cacheprovider",
-                           f"--junitxml={tmp_path / 'found.xml'}"], cwd=ROOT, env=environment, timeout=800,
-                          capture_output=True, text=True)
+    said = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "tests/gpu/test_machine.py",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={tmp_path / 'found.xml'}",
+        ],
+        cwd=ROOT,
+        env=environment,
+        timeout=800,
+        capture_output=True,
+        text=True,
+    )
     assert said.returncode == 0, said.stdout
     found = ElementTree.parse(tmp_path / "found.xml").iter("testcase")
     cases = {case.get("name"): case.find("skipped") for case in found}

@@ -7,8 +7,11 @@ import pytest
 from tests.gpu.engines import ENGINES, RANKS, alone
 from tests.long_cases import some
 
-SEEDS = {"late": {"GPU_SIM_EARLY": "0"}, "early-1": {"GPU_SIM_EARLY": "0.3", "GPU_SIM_SEED": "1"},
-         "early-2": {"GPU_SIM_EARLY": "0.05", "GPU_SIM_SEED": "2"}}
+SEEDS = {
+    "late": {"GPU_SIM_EARLY": "0"},
+    "early-1": {"GPU_SIM_EARLY": "0.3", "GPU_SIM_SEED": "1"},
+    "early-2": {"GPU_SIM_EARLY": "0.05", "GPU_SIM_SEED": "2"},
+}
 """When results arrive that nobody has waited for yet: never, or at odds drawn from a seed."""
 
 
@@ -80,14 +83,27 @@ def _without_waits(engine, name):
 def _launch_without(engine, name):
     from course_lib.launching.launch import launch
 
-    return launch(_without_waits, engine, name, num_processes=2, device="cuda", start_method="fork", timeout=400,
-                  stream=False)
+    return launch(
+        _without_waits, engine, name, num_processes=2, device="cuda", start_method="fork", timeout=400, stream=False
+    )
 
 
-@pytest.mark.parametrize("case", some([
-    ("fsdp2", "events"), ("accelerate_fsdp", "events"), ("deepspeed_2_overlapped", "events"),
-    ("schedule_1f1b", "works"), ("schedule_zbv", "works"), ("zero_redundancy_optimizer", "works")],
-    ("fsdp2", "events"), ("schedule_zbv", "works")), ids="-".join)
+@pytest.mark.parametrize(
+    "case",
+    some(
+        [
+            ("fsdp2", "events"),
+            ("accelerate_fsdp", "events"),
+            ("deepspeed_2_overlapped", "events"),
+            ("schedule_1f1b", "works"),
+            ("schedule_zbv", "works"),
+            ("zero_redundancy_optimizer", "works"),
+        ],
+        ("fsdp2", "events"),
+        ("schedule_zbv", "works"),
+    ),
+    ids="-".join,
+)
 def test_without_their_waits_the_same_engines_are_caught(case, gpus):
     kinds = set().union(*gpus.run(_launch_without, *case, timeout=600))
     assert kinds & {"read before it was written", "two writes at once", "written while it was read", "never waited for"}

@@ -18,8 +18,21 @@ from course_lib.training.engines import process_group
 from tests.gpu import training as t
 
 ROOT = Path(__file__).resolve().parents[2]
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zero_bubble", "zbv",
-             "dualpipev", "zb_auto", "zbv_auto", "v_half", "v_min")
+SCHEDULES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "looped_bfs",
+    "zb_h1",
+    "zb_h2",
+    "interleaved_zero_bubble",
+    "zbv",
+    "dualpipev",
+    "zb_auto",
+    "zbv_auto",
+    "v_half",
+    "v_min",
+)
 ONE = {"training_type": "pipeline", "batch_size": 4, "pipeline_chunks": 4, "eval_batch_size": 2}  # rows of a pipeline
 TWO = ONE | {"batch_size": 2, "pipeline_chunks": 2, "data_parallel_size": 2}
 

@@ -33,8 +33,11 @@ def _run(plants, wrong):
             if not plant.hangs:
                 torch.cuda.synchronize()
         except Exception as error:
-            where = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
-                     if frame.filename == plant.function.__code__.co_filename]
+            where = [
+                frame.lineno
+                for frame in traceback.extract_tb(error.__traceback__)
+                if frame.filename == plant.function.__code__.co_filename
+            ]
             raised = f"{error} (line {where[-1] if where else '?'})"
         seen[plant.name] = gpu_sim.findings(), raised
     if any(plant.hangs for plant in plants):  # the group is stuck, as it would be on GPUs: its clean-up is too
@@ -45,8 +48,12 @@ def _run(plants, wrong):
 def _launch(plants, wrong, ranks):
     from course_lib.launching.launch import launch
 
-    return [seen for seen, _ in launch(_run, plants, wrong, num_processes=ranks, device="cuda", start_method="fork",
-                                       timeout=240, stream=False)]
+    return [
+        seen
+        for seen, _ in launch(
+            _run, plants, wrong, num_processes=ranks, device="cuda", start_method="fork", timeout=240, stream=False
+        )
+    ]
 
 
 def _names(plant, seen):
@@ -57,8 +64,10 @@ def _names(plant, seen):
         if plant.kind == "error":
             if plant.says in raised and any(raised.endswith(f"(line {line})") for line in lines):
                 return True
-        elif any(f.kind == plant.kind and plant.says in f and f.where in [f"{file}:{line}" for line in lines]
-                 for f in findings):
+        elif any(
+            f.kind == plant.kind and plant.says in f and f.where in [f"{file}:{line}" for line in lines]
+            for f in findings
+        ):
             return True
     return False
 
@@ -70,8 +79,11 @@ def test_there_are_at_least_forty():
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_planted_mistake_is_named_by_its_line(gpus, order):
     by_rank = gpus.run(_launch, CALM, True, 2, environment={"GPU_SIM_TIMEOUT": "10"} | SEEDS[order])
-    missed = {plant.name: [rank[plant.name] for rank in by_rank] for plant in CALM
-              if not _names(plant, [rank[plant.name] for rank in by_rank])}
+    missed = {
+        plant.name: [rank[plant.name] for rank in by_rank]
+        for plant in CALM
+        if not _names(plant, [rank[plant.name] for rank in by_rank])
+    }
     assert not missed
 
 
@@ -85,16 +97,19 @@ def test_done_right_nothing_is_found(gpus, order):
 @pytest.fixture(scope="module")
 def hanging(gpus):
     """What the ranks of each plant that would hang find, by its name: where it is done wrong, and right."""
+
     def launched(plants, wrong, **environment):
-        found = gpus.run_each([(_launch, ([plant], wrong, plant.ranks), {}) for plant in plants], gpus=3,
-                              environment=environment)
+        found = gpus.run_each(
+            [(_launch, ([plant], wrong, plant.ranks), {}) for plant in plants], gpus=3, environment=environment
+        )
         return {plant.name: [rank[plant.name] for rank in each] for plant, each in zip(plants, found, strict=True)}
 
     in_vain = [plant for plant in HANGING if plant.kind == "nobody came"]
     others = [plant for plant in HANGING if plant.kind != "nobody came"]
     on_mismatch = {"GPU_SIM_ON_MISMATCH": "raise"}
-    wrong = (launched(in_vain, True, GPU_SIM_TIMEOUT="8", **on_mismatch)
-             | launched(others, True, GPU_SIM_TIMEOUT="120", **on_mismatch))
+    wrong = launched(in_vain, True, GPU_SIM_TIMEOUT="8", **on_mismatch) | launched(
+        others, True, GPU_SIM_TIMEOUT="120", **on_mismatch
+    )
     right = launched(HANGING, False, GPU_SIM_TIMEOUT="240")
     return {name: (wrong[name], right[name]) for name in wrong}
 

@@ -19,11 +19,35 @@ from tests.gpu_sim.build import missing
 from tests.lowest import uv
 
 pytestmark = [pytest.mark.long, pytest.mark.simulated("it rehearses what real ones run")]
-IMAGE = ("torch==2.11.0", "transformers==5.17.0", "accelerate==1.15.0", "triton", "peft", "pandas", "matplotlib",
-         "pytest", "pytest-timeout", "pytest-xdist", "ninja", "setuptools<82")
+IMAGE = (
+    "torch==2.11.0",
+    "transformers==5.17.0",
+    "accelerate==1.15.0",
+    "triton",
+    "peft",
+    "pandas",
+    "matplotlib",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "ninja",
+    "setuptools<82",
+)
 """What lies there; what it needs itself comes along."""
-CARRIED = ("datasets==5.2.0", "evaluate==0.4.6", "scikit-learn", "cloudpickle", "papermill", "nbconvert", "ipykernel",
-           "ipywidgets", "shtab", "annotated-types", "charset-normalizer", "pydantic")
+CARRIED = (
+    "datasets==5.2.0",
+    "evaluate==0.4.6",
+    "scikit-learn",
+    "cloudpickle",
+    "papermill",
+    "nbconvert",
+    "ipykernel",
+    "ipywidgets",
+    "shtab",
+    "annotated-types",
+    "charset-normalizer",
+    "pydantic",
+)
 """What is brought along: the rest of what the course imports, DeepSpeed left out."""
 
 
@@ -46,8 +70,15 @@ def run(python, folder, *arguments):
     """The tool in a network namespace with nothing but loopback; its exit code, output, and report."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment |= {"GPU_SIM": "1", "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)]), "OMP_NUM_THREADS": "1"}
-    done = in_own_network(subprocess.run, [str(python), str(ROOT / "benchmarks/gpu.py"), *arguments], cwd=str(folder),
-                          env=environment, capture_output=True, text=True, timeout=900)
+    done = in_own_network(
+        subprocess.run,
+        [str(python), str(ROOT / "benchmarks/gpu.py"), *arguments],
+        cwd=str(folder),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     report = folder / "gpu-report.md"
     assert report.exists(), done
     return done, report.read_text()
@@ -79,7 +110,13 @@ def test_with_what_is_carried_there_strategies_and_parity_pass(python, tmp_path)
 
 def test_without_loopback_it_says_so_in_a_line(python, tmp_path):
     code = "import ctypes, os, sys; ctypes.CDLL(None).unshare(0x40000000); os.execv(sys.argv[1], sys.argv[1:])"
-    done = in_own_network(subprocess.run, [sys.executable, "-c", code, str(python), str(ROOT / "benchmarks/gpu.py")],
-                          cwd=str(tmp_path), capture_output=True, text=True, timeout=300)
+    done = in_own_network(
+        subprocess.run,
+        [sys.executable, "-c", code, str(python), str(ROOT / "benchmarks/gpu.py")],
+        cwd=str(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
     assert done.stderr.startswith("ranks cannot reach each other at 127.0.0.1") and not list(Path(tmp_path).iterdir())

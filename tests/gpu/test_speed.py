@@ -8,12 +8,34 @@ import torch.nn.functional as F
 
 from course_lib.training import loss as losses
 
-PAIRS = [("ddp", "torch"), ("zero1", "torch"), ("zero1", "scratch"), ("zero2", "scratch"), ("zero3", "torch"),
-         ("zero3", "scratch"), ("fsdp", "scratch"), ("fsdp", "accelerate")]
+PAIRS = [
+    ("ddp", "torch"),
+    ("zero1", "torch"),
+    ("zero1", "scratch"),
+    ("zero2", "scratch"),
+    ("zero3", "torch"),
+    ("zero3", "scratch"),
+    ("fsdp", "scratch"),
+    ("fsdp", "accelerate"),
+]
 CAST = [pair for pair in PAIRS if pair[0] in ("zero3", "fsdp")]
-BASE = {"model": "tiny-bert", "max_steps": 3, "max_train_samples": 64, "max_eval_samples": 8, "batch_size": 4,
-        "gradient_accumulation_steps": 2, "eval_steps": 0, "save_steps": 0, "logging_steps": 3, "progress_bar": False,
-        "keep_best": False, "watchdog": 0.0, "tracker": "none", "desync_check": "off", "mixed_precision": "bf16"}
+BASE = {
+    "model": "tiny-bert",
+    "max_steps": 3,
+    "max_train_samples": 64,
+    "max_eval_samples": 8,
+    "batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "eval_steps": 0,
+    "save_steps": 0,
+    "logging_steps": 3,
+    "progress_bar": False,
+    "keep_best": False,
+    "watchdog": 0.0,
+    "tracker": "none",
+    "desync_check": "off",
+    "mixed_precision": "bf16",
+}
 
 
 def dtypes_of(trainer):
@@ -27,12 +49,16 @@ def dtypes_of(trainer):
             output = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
             if torch.is_grad_enabled():
                 found.setdefault(kind, set()).add(output.dtype)
+
         return hook
 
     model = trainer.model
-    for name, modules in {"linear": [m for m in model.modules() if isinstance(m, torch.nn.Linear)],
-                          "norm": [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)],
-                          "block": list(blocks(model).values()), "logits": [trainer.wrapped]}.items():
+    for name, modules in {
+        "linear": [m for m in model.modules() if isinstance(m, torch.nn.Linear)],
+        "norm": [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)],
+        "block": list(blocks(model).values()),
+        "logits": [trainer.wrapped],
+    }.items():
         for module in modules:
             module.register_forward_hook(seen(name))
     return found
@@ -71,11 +97,15 @@ def trained(strategy, engine, **options):
 
     trainer.engine.clip, trainer.engine.zero_grad, trainer.train_step = clipped, cleared, watched
     trainer.train()
-    found |= {"loss": trainer.state.last_loss, "races": gpu_sim.findings(), "tf32": trainer.tf32,
-              "products": torch.get_float32_matmul_precision(), "workers": trainer.train_loader.num_workers,
-              "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
-              "ddp": {name: getattr(trainer.wrapped, name, None) for name in ("gradient_as_bucket_view",
-                                                                              "bucket_bytes_cap")}}
+    found |= {
+        "loss": trainer.state.last_loss,
+        "races": gpu_sim.findings(),
+        "tf32": trainer.tf32,
+        "products": torch.get_float32_matmul_precision(),
+        "workers": trainer.train_loader.num_workers,
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+        "ddp": {name: getattr(trainer.wrapped, name, None) for name in ("gradient_as_bucket_view", "bucket_bytes_cap")},
+    }
     return found
 
 
@@ -98,8 +128,9 @@ def runs(gpus):
 def test_all_train_alike_and_without_a_race(runs):
     assert len(runs) == len(PAIRS)
     assert [found["races"] for found in runs.values()] == [[]] * len(PAIRS)
-    assert [found["loss"] for found in runs.values()] == pytest.approx([runs["ddp", "torch"]["loss"]] * len(PAIRS),
-                                                                       abs=0.02)
+    assert [found["loss"] for found in runs.values()] == pytest.approx(
+        [runs["ddp", "torch"]["loss"]] * len(PAIRS), abs=0.02
+    )
 
 
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair[1] == "scratch"], ids="-".join)
@@ -150,8 +181,9 @@ def one_gpu(cores, **options):
     from course_lib.launching.launch import launch
 
     with mock.patch("course_lib.data.batching.usable_cores", lambda: cores):
-        return launch(trained, "ddp", "torch", **options, num_processes=1, device="cuda", start_method="fork",
-                      stream=False)[0]
+        return launch(
+            trained, "ddp", "torch", **options, num_processes=1, device="cuda", start_method="fork", stream=False
+        )[0]
 
 
 def test_a_rank_on_a_gpu_has_workers_and_they_change_nothing(gpus):
@@ -170,8 +202,9 @@ def peak(chunked, rows, length, words):
     if chunked:
         loss = losses.summed_loss(logits, labels, "causal_lm")
     else:
-        loss = F.cross_entropy(logits.float().flatten(0, -2), losses.shifted(labels, "causal_lm").flatten(),
-                               reduction="sum")
+        loss = F.cross_entropy(
+            logits.float().flatten(0, -2), losses.shifted(labels, "causal_lm").flatten(), reduction="sum"
+        )
     loss.backward()
     return torch.cuda.max_memory_allocated() - before
 

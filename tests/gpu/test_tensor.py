@@ -22,8 +22,16 @@ def torchs(model, **options):
     return TorchTensorParallel(model, init_device_mesh("cuda", (dist.get_world_size(),)), **options)
 
 
-SPLIT = [(engine, kind, options) for engine in (ours, torchs) for kind, options in (
-    ("gpt2", {}), ("gpt2", {"sequence": True}), ("bert", {"sequence": True}), ("llama", {"split_vocabulary": False}))]
+SPLIT = [
+    (engine, kind, options)
+    for engine in (ours, torchs)
+    for kind, options in (
+        ("gpt2", {}),
+        ("gpt2", {"sequence": True}),
+        ("bert", {"sequence": True}),
+        ("llama", {"split_vocabulary": False}),
+    )
+]
 SPLIT.append((ours, "llama", {"sequence": True}))
 GRIDS = [(RankGrid(1, 2, 2), "1f1b"), (RankGrid(2, 1, 2), "1f1b"), (RankGrid(2, 2, 1), "zbv")]
 WORK = hybrid_lab.Work(width=32, tokens=8, rows=8, microbatches=2, tied=True, split_vocabulary=True)

@@ -19,9 +19,23 @@ from course_lib.training.callbacks import Callback
 
 KERNEL = 1e-3  # seconds
 SLOW = {"GPU_SIM_KERNEL_US": "1000"}
-BASE = {"model": "tiny-bert", "max_steps": 4, "logging_steps": 2, "max_train_samples": 96, "max_eval_samples": 32,
-        "batch_size": 4, "max_length": 32, "eval_steps": 0, "save_steps": 0, "keep_best": False, "baselines": False,
-        "progress_bar": False, "watchdog": 0.0, "device": "cuda", "output_dir": "out"}
+BASE = {
+    "model": "tiny-bert",
+    "max_steps": 4,
+    "logging_steps": 2,
+    "max_train_samples": 96,
+    "max_eval_samples": 32,
+    "batch_size": 4,
+    "max_length": 32,
+    "eval_steps": 0,
+    "save_steps": 0,
+    "keep_best": False,
+    "baselines": False,
+    "progress_bar": False,
+    "watchdog": 0.0,
+    "device": "cuda",
+    "output_dir": "out",
+}
 
 
 @dataclass(frozen=True)
@@ -61,8 +75,9 @@ class WallClock(Callback):
         def look():
             before = time.perf_counter()
             seconds = lap()
-            self.lap = Lap(before, time.perf_counter(), self.least, self.most,
-                           gpu_sim.kernels() - self.kernels_left_out)
+            self.lap = Lap(
+                before, time.perf_counter(), self.least, self.most, gpu_sim.kernels() - self.kernels_left_out
+            )
             return seconds
 
         @contextlib.contextmanager
@@ -94,8 +109,9 @@ def steps_of(options):
     return watched.lines, summary
 
 
-@pytest.mark.parametrize("options", [{"training_type": "basic"}, {}, {"training_type": "basic", "eval_steps": 3,
-                                                                      "save_steps": 3}])
+@pytest.mark.parametrize(
+    "options", [{"training_type": "basic"}, {}, {"training_type": "basic", "eval_steps": 3, "save_steps": 3}]
+)
 def test_throughput_is_that_of_the_wall_clock(gpus, options):
     lines, summary = gpus.run(steps_of, options, gpus=1, environment=SLOW)
     (begin, first), (end, last) = lines
@@ -104,8 +120,10 @@ def test_throughput_is_that_of_the_wall_clock(gpus, options):
     most = end.after - begin.before - (end.least - begin.least)
     assert least - 1e-3 <= seconds <= most + 1e-3, "lines have milliseconds"
     assert seconds > 0.9 * (end.kernels - begin.kernels) * KERNEL > 0.2, "the device was waited for"
-    samples, tokens = (last[name] * last["seconds"] - first[name] * first["seconds"]
-                       for name in ("samples_per_second", "tokens_per_second"))
+    samples, tokens = (
+        last[name] * last["seconds"] - first[name] * first["seconds"]
+        for name in ("samples_per_second", "tokens_per_second")
+    )
     assert samples == pytest.approx(8, rel=0.01) and tokens > samples, "two steps of four rows"
     assert (end.least > 0) == ("save_steps" in options)
     assert summary["train"]["samples_per_second"] == pytest.approx(16 / summary["train"]["seconds"], rel=0.01)
@@ -190,8 +208,12 @@ def on_stages(_):
 
     state = PartialState()
     layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(40))).to(state.device)
-    engine = executor.PipelineExecutor(make("gpipe", ranks=2, microbatches=2), {dist.get_rank(): layers},
-                                       lambda output, target: output.sum(), device=state.device)
+    engine = executor.PipelineExecutor(
+        make("gpipe", ranks=2, microbatches=2),
+        {dist.get_rank(): layers},
+        lambda output, target: output.sum(),
+        device=state.device,
+    )
     batch, kernels, compute = torch.zeros(4, 4, device=state.device), [], executor._RowRun.compute
 
     def counted(run, action):
@@ -233,8 +255,12 @@ def split_by_seconds(_):
     where = {id(p): p.data_ptr() for p in model.parameters()}
     before = gpu_sim.kernels()
     split = split_evenly(model, 2, by="seconds", length=8, device=torch.device("cuda"))
-    return (gpu_sim.kernels() - before, split.costs, {id(p): p.data_ptr() for p in model.parameters()} == where,
-            {p.device.type for p in model.parameters()})
+    return (
+        gpu_sim.kernels() - before,
+        split.costs,
+        {id(p): p.data_ptr() for p in model.parameters()} == where,
+        {p.device.type for p in model.parameters()},
+    )
 
 
 def test_a_split_by_seconds_is_measured_on_the_gpu_and_leaves_the_model_where_it_was(gpus):
@@ -294,8 +320,11 @@ def token_counts(options):
     from course_lib.training.run import build_trainer
 
     trainer = build_trainer(build(BASE | options | {"device": "cpu", "mixed_precision": "no"}))[0]
-    lengths = [len(trainer.data.splits["train"][int(row)]["input_ids"])
-               for rows in itertools.islice(trainer.sampler.global_batches(0), 4) for row in rows]
+    lengths = [
+        len(trainer.data.splits["train"][int(row)]["input_ids"])
+        for rows in itertools.islice(trainer.sampler.global_batches(0), 4)
+        for row in rows
+    ]
     assert len(lengths) == 16
     return sum(lengths), sum(length**2 for length in lengths)
 

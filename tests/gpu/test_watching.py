@@ -24,10 +24,25 @@ from course_lib.training.run import train
 from tests.long_cases import some
 
 SECONDS, CULPRIT = 6.0, 1  # kernels are the CPU's here, and the cores are taken
-RUN = {"model": "tiny-bert", "max_steps": 4, "max_train_samples": 60, "max_eval_samples": 16, "batch_size": 4,
-       "eval_steps": 0, "save_steps": 0, "logging_steps": 4, "overwrite_output_dir": True, "progress_bar": False,
-       "baselines": False, "keep_best": False, "tracker": "none", "max_length": 32, "mixed_precision": "no",
-       "output_dir": "run", "desync_steps": 2}
+RUN = {
+    "model": "tiny-bert",
+    "max_steps": 4,
+    "max_train_samples": 60,
+    "max_eval_samples": 16,
+    "batch_size": 4,
+    "eval_steps": 0,
+    "save_steps": 0,
+    "logging_steps": 4,
+    "overwrite_output_dir": True,
+    "progress_bar": False,
+    "baselines": False,
+    "keep_best": False,
+    "tracker": "none",
+    "max_length": 32,
+    "mixed_precision": "no",
+    "output_dir": "run",
+    "desync_steps": 2,
+}
 
 
 def on_ranks(function, *args, ranks=2, device="cuda"):
@@ -123,8 +138,14 @@ def hangs(step, ranks):
     return read_reports("hang"), json.loads(Path("hang/hang-rank0.json").read_text())["calls"]
 
 
-STEPS = [(all_reduces, "all_reduce", 2), (waits, "all_reduce", 2), (runs_ahead, "all_reduce", 201),
-         (exchanges, None, 2), (passes_on, None, 4), (reduces_in_backward, "all_reduce", None)]
+STEPS = [
+    (all_reduces, "all_reduce", 2),
+    (waits, "all_reduce", 2),
+    (runs_ahead, "all_reduce", 201),
+    (exchanges, None, 2),
+    (passes_on, None, 4),
+    (reduces_in_backward, "all_reduce", None),
+]
 
 
 def crosses(x, groups):
@@ -162,7 +183,7 @@ def test_the_culprit_alone_is_blamed_though_no_wait_holds_the_others_hosts_up(hu
     reports, calls = hung[step]
     assert [report.rank for report in reports] == [0, 1, 2]
     for report in reports:
-        verdict, = report.verdicts
+        (verdict,) = report.verdicts
         assert (verdict.rank, verdict.what) == (CULPRIT, "elsewhere"), report.summary
         assert sequence in (None, verdict.sequence), report.summary
         assert verdict.collective == collective or (collective is None and verdict.collective in ("send", "recv"))
@@ -175,7 +196,9 @@ def test_the_culprit_alone_is_blamed_though_no_wait_holds_the_others_hosts_up(hu
 def test_ranks_that_have_issued_everything_in_another_order_wait_for_each_other(hung):
     for report in hung[crosses]:
         assert [(verdict.rank, verdict.what, verdict.sequence) for verdict in report.verdicts] == [
-            (0, "behind", 1), (1, "behind", 1)], report.summary
+            (0, "behind", 1),
+            (1, "behind", 1),
+        ], report.summary
         assert {verdict.collective for verdict in report.verdicts} == {"all_reduce"}
 
 
@@ -183,8 +206,7 @@ def test_ranks_that_have_issued_everything_in_another_order_wait_for_each_other(
 
 
 def calls_of(page):
-    return [(call.name, call.state, call.on_gpu) for call in
-            read_page(page.memory[:], 0, 1, "", "running", 0.0).calls]
+    return [(call.name, call.state, call.on_gpu) for call in read_page(page.memory[:], 0, 1, "", "running", 0.0).calls]
 
 
 def is_recorded():
@@ -222,8 +244,7 @@ def test_a_call_has_ended_when_the_gpu_has_come_past_it(gpus):
     found, _ = gpus.run(on_ranks, is_recorded)
     assert found["issued"] == [("all_reduce", 0, True)]
     assert found["waited"] == [("all_reduce", WAITED_FOR, True)], "the wait has returned"
-    assert found["arrived"] == [(name, ENDED, True) for name in (
-        "all_reduce", "all_reduce", "send", "recv", "barrier")]
+    assert found["arrived"] == [(name, ENDED, True) for name in ("all_reduce", "all_reduce", "send", "recv", "barrier")]
 
 
 # --- the meter --------------------------------------------------------------------------------------------------------
@@ -247,10 +268,14 @@ class Metered(Callback):
             # CPU may be such a buffer itself, where a GPU's is copied to the host.
             peak = {kind: size for kind, size in meter.peak.items() if kind != "activations"}
             resident = {kind: meter.resident[kind] for kind in ("parameters", "gradients", "optimizer states")}
-            self.found |= {"peak": peak, "resident": resident, "waits": len(meter._waits),
-                           "spans": {(span.kind, span.name) for span in meter.timeline},
-                           "collectives": [(c.name, c.bytes, c.dtype, c.ranks, c.sent) for c in meter.collectives],
-                           "ends": all(meter.start <= c.start <= c.end <= meter.end for c in meter.collectives)}
+            self.found |= {
+                "peak": peak,
+                "resident": resident,
+                "waits": len(meter._waits),
+                "spans": {(span.kind, span.name) for span in meter.timeline},
+                "collectives": [(c.name, c.bytes, c.dtype, c.ranks, c.sent) for c in meter.collectives],
+                "ends": all(meter.start <= c.start <= c.end <= meter.end for c in meter.collectives),
+            }
             return result
 
         trainer.train_step = metered
@@ -263,8 +288,10 @@ def measured(config):
 
 
 def measured_on_both(strategy):
-    return [on_ranks(measured, build(RUN | {"strategy": strategy, "engine": "scratch", "device": device}),
-                     device=device) for device in ("cpu", "cuda")]
+    return [
+        on_ranks(measured, build(RUN | {"strategy": strategy, "engine": "scratch", "device": device}), device=device)
+        for device in ("cpu", "cuda")
+    ]
 
 
 @pytest.mark.parametrize("strategy", some(["ddp", "zero1", "zero2", "zero3", "fsdp"], "zero3"))
@@ -318,8 +345,11 @@ def inspected_and_fixed(name):
 QUICK = ("wrong port", "deadlocked pipeline", "mismatched collectives")
 
 
-@pytest.mark.parametrize("names", [QUICK, *(pytest.param((name,), marks=pytest.mark.long) for name in lab.SCENARIOS
-                                            if name not in QUICK)], ids=" and ".join)
+@pytest.mark.parametrize(
+    "names",
+    [QUICK, *(pytest.param((name,), marks=pytest.mark.long) for name in lab.SCENARIOS if name not in QUICK)],
+    ids=" and ".join,
+)
 def test_the_tools_of_the_fault_lab_name_the_culprit_and_the_cures_work(gpus, names):
     found = gpus.run_each([(inspected_and_fixed, (name,), {}) for name in names], gpus=3)
     for name, (named, error, values) in zip(names, found, strict=True):

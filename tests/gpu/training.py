@@ -14,8 +14,18 @@ STEPS, SAVED_AT = 5, 3
 SAVING = {"save_steps": SAVED_AT, "save_total_limit": None}
 WATCHDOG = 0.0
 """Seconds, of whole runs."""
-QUICK = {"model": "tiny-bert", "max_train_samples": 64, "max_eval_samples": 16, "max_length": 32, "max_steps": 3,
-         "eval_batch_size": 4, "progress_bar": False, "device": "cuda", "watchdog": WATCHDOG, "tracker": "none"}
+QUICK = {
+    "model": "tiny-bert",
+    "max_train_samples": 64,
+    "max_eval_samples": 16,
+    "max_length": 32,
+    "max_steps": 3,
+    "eval_batch_size": 4,
+    "progress_bar": False,
+    "device": "cuda",
+    "watchdog": WATCHDOG,
+    "tracker": "none",
+}
 
 
 def name_of(pair):
@@ -49,8 +59,17 @@ def found_on(folder, ranks, runs):
 
 def launched(folder, ranks, runs):
     """What each rank found, by run."""
-    return launch(found_on, folder, ranks, runs, num_processes=ranks, device="cuda", start_method="fork", timeout=1600,
-                  stream=False)
+    return launch(
+        found_on,
+        folder,
+        ranks,
+        runs,
+        num_processes=ranks,
+        device="cuda",
+        start_method="fork",
+        timeout=1600,
+        stream=False,
+    )
 
 
 def agree(ranks, wanted, from_step=0):
@@ -79,5 +98,6 @@ def whole_run(folder, options):
 
 def whole_runs(folder, ranks, options):
     """Its summary on each rank, and the findings."""
-    return launch(whole_run, folder, options, num_processes=ranks, device="cuda", start_method="fork", timeout=1600,
-                  stream=False)
+    return launch(
+        whole_run, folder, options, num_processes=ranks, device="cuda", start_method="fork", timeout=1600, stream=False
+    )

@@ -13,8 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-LIBRARIES = ("libtorch_global_deps.so", "libc10.so", "libtorch_cpu.so", "libtorch.so", "libshm.so",
-             "libtorch_python.so")
+LIBRARIES = (
+    "libtorch_global_deps.so",
+    "libc10.so",
+    "libtorch_cpu.so",
+    "libtorch.so",
+    "libshm.so",
+    "libtorch_python.so",
+)
 
 
 class Finding(str):

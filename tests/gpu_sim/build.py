@@ -54,8 +54,13 @@ def library() -> Path:
         environment = os.environ | {"GPU_SIM": "0", "PATH": scripts + os.pathsep + os.environ.get("PATH", "")}
         scratch = folder / "scratch"
         scratch.mkdir(exist_ok=True)
-        done = subprocess.run([sys.executable, "-c", CODE, str(scratch), *map(str, SOURCES)], env=environment,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", CODE, str(scratch), *map(str, SOURCES)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         if done.returncode:
             raise RuntimeError(f"the simulated device could not be compiled:\n{done.stdout[-6000:]}")
         os.replace(scratch / made.name, made)

@@ -31,8 +31,10 @@ def _init() -> None:
     """torch/cuda/__init__.py, _lazy_init."""
     global _initialised
     if _forked:
-        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must "
-                           "use the 'spawn' start method")
+        raise RuntimeError(
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must "
+            "use the 'spawn' start method"
+        )
     _ext.use_driver()
     _initialised = True
 
@@ -88,10 +90,16 @@ class Stream(torch.Stream):
 class Event(torch.Event):
     """torch.cuda.Event."""
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False,
-                external: bool = False) -> "Event":
-        return super().__new__(cls, torch.device("cuda", _ext.current_device()), enable_timing=enable_timing,
-                               blocking=blocking, interprocess=interprocess)
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> "Event":
+        return super().__new__(
+            cls,
+            torch.device("cuda", _ext.current_device()),
+            enable_timing=enable_timing,
+            blocking=blocking,
+            interprocess=interprocess,
+        )
 
     def record(self, stream: Any = None) -> None:
         super().record(current_stream() if stream is None else stream)
@@ -197,15 +205,29 @@ def manual_seed_all(seed: int) -> None:  # where CUDA is not yet in use, torch n
 
 def memory_stats(device: Any = None) -> dict[str, int]:
     index = _index(device)
-    return {"allocated_bytes.all.current": _ext.allocated(index), "allocated_bytes.all.peak": _ext.max_allocated(index),
-            "reserved_bytes.all.current": _ext.allocated(index), "reserved_bytes.all.peak": _ext.max_allocated(index),
-            "allocation.all.allocated": _ext.allocations(index), "num_alloc_retries": 0, "num_ooms": 0}
+    return {
+        "allocated_bytes.all.current": _ext.allocated(index),
+        "allocated_bytes.all.peak": _ext.max_allocated(index),
+        "reserved_bytes.all.current": _ext.allocated(index),
+        "reserved_bytes.all.peak": _ext.max_allocated(index),
+        "allocation.all.allocated": _ext.allocations(index),
+        "num_alloc_retries": 0,
+        "num_ooms": 0,
+    }
 
 
 def properties(device: Any = None) -> types.SimpleNamespace:
-    return types.SimpleNamespace(name=NAME, total_memory=MEMORY, major=CAPABILITY[0], minor=CAPABILITY[1],
-                                 multi_processor_count=132, L2_cache_size=50 << 20, uuid="0", gcnArchName="",
-                                 warp_size=32)
+    return types.SimpleNamespace(
+        name=NAME,
+        total_memory=MEMORY,
+        major=CAPABILITY[0],
+        minor=CAPABILITY[1],
+        multi_processor_count=132,
+        L2_cache_size=50 << 20,
+        uuid="0",
+        gcnArchName="",
+        warp_size=32,
+    )
 
 
 def set_sync_debug_mode(mode: int | str) -> None:
@@ -243,16 +265,33 @@ def install(ext: Any) -> None:
     cuda = torch.cuda
     count = ext.device_count
     here: dict[str, Any] = dict(  # noqa: C408 - names, as torch.cuda has them
-        is_available=lambda: count() > 0, _is_compiled=lambda: True, device_count=count, init=_init, _lazy_init=_init,
-        is_initialized=lambda: _initialised and not _forked, _is_in_bad_fork=lambda: _forked,
-        current_device=_on_device(ext.current_device), set_device=set_device, device=device,
-        _exchange_device=_exchange, _maybe_exchange_device=_exchange,
-        get_device_properties=_on_device(properties), get_device_name=lambda device=None: NAME,
-        get_device_capability=_on_device(lambda device=None: CAPABILITY), get_arch_list=lambda: ["sm_90"],
-        is_bf16_supported=_on_device(lambda including_emulation=True: True), can_device_access_peer=lambda a, b: True,
+        is_available=lambda: count() > 0,
+        _is_compiled=lambda: True,
+        device_count=count,
+        init=_init,
+        _lazy_init=_init,
+        is_initialized=lambda: _initialised and not _forked,
+        _is_in_bad_fork=lambda: _forked,
+        current_device=_on_device(ext.current_device),
+        set_device=set_device,
+        device=device,
+        _exchange_device=_exchange,
+        _maybe_exchange_device=_exchange,
+        get_device_properties=_on_device(properties),
+        get_device_name=lambda device=None: NAME,
+        get_device_capability=_on_device(lambda device=None: CAPABILITY),
+        get_arch_list=lambda: ["sm_90"],
+        is_bf16_supported=_on_device(lambda including_emulation=True: True),
+        can_device_access_peer=lambda a, b: True,
         synchronize=_on_device(lambda device=None: ext.synchronize()),
-        Event=Event, Stream=Stream, StreamContext=StreamContext, stream=StreamContext, current_stream=current_stream,
-        default_stream=default_stream, set_stream=set_stream, is_current_stream_capturing=lambda: False,
+        Event=Event,
+        Stream=Stream,
+        StreamContext=StreamContext,
+        stream=StreamContext,
+        current_stream=current_stream,
+        default_stream=default_stream,
+        set_stream=set_stream,
+        is_current_stream_capturing=lambda: False,
         memory_allocated=lambda device=None: ext.allocated(_index(device)),
         max_memory_allocated=lambda device=None: ext.max_allocated(_index(device)),
         memory_reserved=lambda device=None: ext.allocated(_index(device)),
@@ -261,12 +300,21 @@ def install(ext: Any) -> None:
         reset_max_memory_allocated=lambda device=None: ext.reset_peak(_index(device)),
         set_per_process_memory_fraction=lambda fraction, device=None: ext.limit_memory(int(fraction * MEMORY)),
         mem_get_info=lambda device=None: (MEMORY - ext.allocated(_index(device)), MEMORY),
-        memory_stats=memory_stats, empty_cache=lambda: None, ipc_collect=lambda: None,
-        manual_seed=manual_seed, manual_seed_all=manual_seed_all, seed=lambda: manual_seed(torch.seed()),
-        seed_all=lambda: manual_seed_all(torch.seed()), initial_seed=torch.initial_seed,
-        get_rng_state=get_rng_state, set_rng_state=set_rng_state, set_rng_state_all=set_rng_state_all,
+        memory_stats=memory_stats,
+        empty_cache=lambda: None,
+        ipc_collect=lambda: None,
+        manual_seed=manual_seed,
+        manual_seed_all=manual_seed_all,
+        seed=lambda: manual_seed(torch.seed()),
+        seed_all=lambda: manual_seed_all(torch.seed()),
+        initial_seed=torch.initial_seed,
+        get_rng_state=get_rng_state,
+        set_rng_state=set_rng_state,
+        set_rng_state_all=set_rng_state_all,
         get_rng_state_all=lambda: [get_rng_state(index) for index in range(count())],
-        default_generators=(), set_sync_debug_mode=set_sync_debug_mode, get_sync_debug_mode=ext.sync_debug_mode,
+        default_generators=(),
+        set_sync_debug_mode=set_sync_debug_mode,
+        get_sync_debug_mode=ext.sync_debug_mode,
     )
     for name, value in here.items():
         setattr(cuda, name, value)
@@ -302,8 +350,9 @@ def install(ext: Any) -> None:
     torch.UntypedStorage.resize_ = resize_storage
     to = torch.UntypedStorage.to
 
-    def storage_to(storage: torch.UntypedStorage, *, device: torch.device | str,
-                   non_blocking: bool = False) -> torch.UntypedStorage:
+    def storage_to(
+        storage: torch.UntypedStorage, *, device: torch.device | str, non_blocking: bool = False
+    ) -> torch.UntypedStorage:
         """``torch.load(…, map_location="cuda")`` moves storages; the CPU build cannot make one on a GPU by itself."""
         if torch.device(device).type != "cuda" or storage.device.type != "cpu":
             return to(storage, device=device, non_blocking=non_blocking)

@@ -8,13 +8,17 @@ from course_lib.grading.sandbox import Limits, Sandbox
 from tests.grading.toys import toy_tasks
 
 RIGHT = "def total(values):\n    return sum((i + 1) * x for i, x in enumerate(values))\n"
-SPOILS = "def total(values):\n    result = sum((i + 1) * x for i, x in enumerate(values))\n    values.clear()\n" \
-         "    return result\n"
+SPOILS = (
+    "def total(values):\n    result = sum((i + 1) * x for i, x in enumerate(values))\n    values.clear()\n"
+    "    return result\n"
+)
 WRONG = "def total(values):\n    return 0\n"
 TELLS = "def total(values):\n    raise ValueError(f'<script>alert(1)</script> \\x07 \\x1b[31m \\ud800 {values}')\n"
 TASKS = {task.name: task for task in (toy_tasks.TOTAL, toy_tasks.KEPT)}
-HIDDEN = 'from course_lib.grading.task import Case\n\nDRAW = {name: lambda rng: [Case(1, {"values": [271828, ' \
-         'rng.randrange(10**6, 10**7), 314159]})]\n        for name in ("toy.total", "toy.kept", "toy.mean")}\n'
+HIDDEN = (
+    'from course_lib.grading.task import Case\n\nDRAW = {name: lambda rng: [Case(1, {"values": [271828, '
+    'rng.randrange(10**6, 10**7), 314159]})]\n        for name in ("toy.total", "toy.kept", "toy.mean")}\n'
+)
 
 
 @pytest.fixture

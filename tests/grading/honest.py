@@ -24,7 +24,7 @@ BODIES = {
     "fractions": "from fractions import Fraction\nreturn int(sum(Fraction(i) * x for i, x in enumerate(values, 1)))",
     "a dict": "by_place = dict(enumerate(values, 1))\nreturn sum(i * x for i, x in by_place.items())",
     "a copy that it empties": "rest, result = list(values), 0\nwhile rest:\n    result += sum(rest)\n    rest.pop(0)\n"
-                              "return result",
+    "return result",
 }
 
 
@@ -41,33 +41,41 @@ def with_prints(body):
 
 
 def with_progress_and_warnings(body):
-    return ("import logging, sys, warnings\nfrom tqdm import tqdm\nlogging.basicConfig(level=logging.DEBUG)\n"
-            + function("warnings.warn('careful')\nlogging.info('at work')\n"
-                       "for _ in tqdm(range(3), file=sys.stderr): pass\n" + body))
+    return (
+        "import logging, sys, warnings\nfrom tqdm import tqdm\nlogging.basicConfig(level=logging.DEBUG)\n"
+        + function(
+            "warnings.warn('careful')\nlogging.info('at work')\nfor _ in tqdm(range(3), file=sys.stderr): pass\n" + body
+        )
+    )
 
 
 def with_types_and_docstring(body):
-    return ("from __future__ import annotations\nfrom collections.abc import Sequence\n\n"
-            + function('"""The weighted sum — ∑ (i+1)·xᵢ."""\n' + body, note=" -> int").replace(
-                "(values)", "(values: Sequence[int])", 1))
+    return "from __future__ import annotations\nfrom collections.abc import Sequence\n\n" + function(
+        '"""The weighted sum — ∑ (i+1)·xᵢ."""\n' + body, note=" -> int"
+    ).replace("(values)", "(values: Sequence[int])", 1)
 
 
 def decorated(body):
-    return ("import functools, time\ndef timed(f):\n    @functools.wraps(f)\n    def inner(*args, **kwargs):\n"
-            "        begin = time.perf_counter()\n        result = f(*args, **kwargs)\n"
-            "        print(time.perf_counter() - begin)\n        return result\n    return inner\n\n@timed\n"
-            + function(body))
+    return (
+        "import functools, time\ndef timed(f):\n    @functools.wraps(f)\n    def inner(*args, **kwargs):\n"
+        "        begin = time.perf_counter()\n        result = f(*args, **kwargs)\n"
+        "        print(time.perf_counter() - begin)\n        return result\n    return inner\n\n@timed\n"
+        + function(body)
+    )
 
 
 def with_tests_of_their_own(body):
-    return (function(body) + "assert total([]) == 0 or True\nassert total([3, 1, 4]) == 17\n"
-            "if __name__ == '__main__':\n    input('press enter')\n")
+    return (
+        function(body) + "assert total([]) == 0 or True\nassert total([3, 1, 4]) == 17\n"
+        "if __name__ == '__main__':\n    input('press enter')\n"
+    )
 
 
 def with_a_thread_and_files(body):
-    return ("import os, tempfile, threading\nnotes = tempfile.NamedTemporaryFile('w')\n"
-            + function("worker = threading.Thread(target=print)\nworker.start()\nworker.join()\n"
-                       "notes.write('x')\nopen('mine.txt', 'w').write(os.getcwd())\n" + body))
+    return "import os, tempfile, threading\nnotes = tempfile.NamedTemporaryFile('w')\n" + function(
+        "worker = threading.Thread(target=print)\nworker.start()\nworker.join()\n"
+        "notes.write('x')\nopen('mine.txt', 'w').write(os.getcwd())\n" + body
+    )
 
 
 def tidied(body):
@@ -75,17 +83,34 @@ def tidied(body):
     return "# Lösung: Gewichte 1, 2, 3, …\nx = 1; y = 2\n" + function(body).replace("    ", "\t")
 
 
-STYLES = (plain, with_prints, with_progress_and_warnings, with_types_and_docstring, decorated, with_tests_of_their_own,
-          with_a_thread_and_files, tidied)
+STYLES = (
+    plain,
+    with_prints,
+    with_progress_and_warnings,
+    with_types_and_docstring,
+    decorated,
+    with_tests_of_their_own,
+    with_a_thread_and_files,
+    tidied,
+)
 
 
 def as_notebook(source: str, before: str = "", after: str = "") -> bytes:
     def code(text, **marks):
-        return {"cell_type": "code", "source": text.splitlines(keepends=True), "outputs": [], "execution_count": 1,
-                "metadata": {"nbgrader": marks} if marks else {}}
+        return {
+            "cell_type": "code",
+            "source": text.splitlines(keepends=True),
+            "outputs": [],
+            "execution_count": 1,
+            "metadata": {"nbgrader": marks} if marks else {},
+        }
 
-    cells = [{"cell_type": "markdown", "source": "# Mine", "metadata": {}}, code(before),
-             code(source, grade_id="toy-total", solution=True, locked=False, schema_version=3), code(after)]
+    cells = [
+        {"cell_type": "markdown", "source": "# Mine", "metadata": {}},
+        code(before),
+        code(source, grade_id="toy-total", solution=True, locked=False, schema_version=3),
+        code(after),
+    ]
     return json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}).encode()
 
 

@@ -37,8 +37,10 @@ def main():
 
 def unpickle():
     """In a process of its own, but believes what that says: a pickled list of results."""
-    child = "import pickle, sys; s = {}; exec(open(sys.argv[1]).read(), s); " \
-            "sys.stdout.buffer.write(pickle.dumps([s['total']([1, 2])]))"
+    child = (
+        "import pickle, sys; s = {}; exec(open(sys.argv[1]).read(), s); "
+        "sys.stdout.buffer.write(pickle.dumps([s['total']([1, 2])]))"
+    )
     result = pickle.loads(subprocess.run([sys.executable, "-c", child, sys.argv[1]], stdout=subprocess.PIPE).stdout)
     print("PASS" if result == [5] else "FAIL")
 

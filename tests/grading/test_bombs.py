@@ -26,20 +26,33 @@ BOMBS = {
     "forks": ("import os, time\nfor i in range(7): os.fork()\ntime.sleep(100)\n", "too many processes"),
     "forks that spin, in sessions of their own": (
         "import os, time\nend = time.monotonic() + 100\nfor i in range(7):\n    if os.fork() == 0: os.setsid()\n"
-        "while time.monotonic() < end: pass\n", "too many processes"),
-    "memory": ("held = []\nwhile True:\n    try: held.append(b'x' * (8 << 20))\n    except MemoryError: pass\n",
-               "timeout"),
-    "memory of many": ("import os, time\nfor i in range(4): os.fork()\nheld = b'x' * (60 << 20)\ntime.sleep(100)\n",
-                       "too much memory"),
-    "disk": ("i = 0\nwhile True:\n    i += 1\n    try: open(str(i), 'wb').write(bytes(1 << 20))\n"
-             "    except OSError: pass\n", "timeout"),
-    "output": ("import os\nwhile True:\n    for fd in range(1, 20):\n        try: os.write(fd, b'x' * 65536)\n"
-               "        except OSError: pass\n", "more output than is allowed"),
+        "while time.monotonic() < end: pass\n",
+        "too many processes",
+    ),
+    "memory": (
+        "held = []\nwhile True:\n    try: held.append(b'x' * (8 << 20))\n    except MemoryError: pass\n",
+        "timeout",
+    ),
+    "memory of many": (
+        "import os, time\nfor i in range(4): os.fork()\nheld = b'x' * (60 << 20)\ntime.sleep(100)\n",
+        "too much memory",
+    ),
+    "disk": (
+        "i = 0\nwhile True:\n    i += 1\n    try: open(str(i), 'wb').write(bytes(1 << 20))\n    except OSError: pass\n",
+        "timeout",
+    ),
+    "output": (
+        "import os\nwhile True:\n    for fd in range(1, 20):\n        try: os.write(fd, b'x' * 65536)\n"
+        "        except OSError: pass\n",
+        "more output than is allowed",
+    ),
 }
 
 
-THOUSAND = ("import os, time\nend = time.monotonic() + 100\nfor i in range(10):\n    try: os.fork()\n"
-            "    except BlockingIOError: pass\nwhile time.monotonic() < end: pass\n")
+THOUSAND = (
+    "import os, time\nend = time.monotonic() + 100\nfor i in range(10):\n    try: os.fork()\n"
+    "    except BlockingIOError: pass\nwhile time.monotonic() < end: pass\n"
+)
 
 
 def processes(cgroup):

@@ -44,8 +44,9 @@ def forked():
         os.waitpid(pid, 0)
     return len(children)
 """
-RIGHT_BY_ALL = FORKS + f"def total(values):\n    return sum((i + 1) * x for i, x in enumerate(values)) * " \
-                       f"(forked() == {MOST})\n"
+RIGHT_BY_ALL = (
+    FORKS + f"def total(values):\n    return sum((i + 1) * x for i, x in enumerate(values)) * (forked() == {MOST})\n"
+)
 RIGHT_ANYWAY = FORKS + "def total(values):\n    forked()\n    return sum((i + 1) * x for i, x in enumerate(values))\n"
 # Forks at most 64 times. Its children end with it, as then nobody holds the pipe's other end.
 CHILDREN = """
@@ -65,8 +66,10 @@ except BlockingIOError:
 print(*where)
 print(count)
 """
-LEFT = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    print(os.getpid(), flush=True)\n    os.close(1)\n" \
-       "    os.close(2)\n    time.sleep(60)\n"
+LEFT = (
+    "import os, time\nif os.fork() == 0:\n    os.setsid()\n    print(os.getpid(), flush=True)\n    os.close(1)\n"
+    "    os.close(2)\n    time.sleep(60)\n"
+)
 
 
 @pytest.fixture
@@ -83,8 +86,9 @@ def mine(folder):
 
 
 def run_python(source, command=lambda given: given):
-    done = subprocess.run(command([sys.executable, "-I", "-S", "-c", source]), capture_output=True, text=True,
-                          timeout=300, check=True)
+    done = subprocess.run(
+        command([sys.executable, "-I", "-S", "-c", source]), capture_output=True, text=True, timeout=300, check=True
+    )
     return done.stdout.splitlines()
 
 
@@ -116,11 +120,15 @@ def test_what_is_left_in_it_is_ended_with_it(possible):
 
 
 def test_leftovers_of_a_dead_grader_are_removed_and_of_a_living_one_are_not(possible):
-    source = (f"import sys; sys.path.insert(0, {str(Path(cgroup_module.__file__).parents[2])!r})\n"
-              "from course_lib.grading.cgroup import processes_limited\n"
-              "with processes_limited(9) as cgroup:\n    print(cgroup.folder, flush=True)\n    sys.stdin.read()\n")
-    graders = [subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                text=True) for _ in range(2)]
+    source = (
+        f"import sys; sys.path.insert(0, {str(Path(cgroup_module.__file__).parents[2])!r})\n"
+        "from course_lib.grading.cgroup import processes_limited\n"
+        "with processes_limited(9) as cgroup:\n    print(cgroup.folder, flush=True)\n    sys.stdin.read()\n"
+    )
+    graders = [
+        subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     try:
         killed, living = (Path(grader.stdout.readline().strip()) for grader in graders)
         graders[0].kill()
@@ -138,6 +146,7 @@ def test_leftovers_of_a_dead_grader_are_removed_and_of_a_living_one_are_not(poss
 
 def noted(peaks, limits):
     """`processes_limited`, with the kernel's limit read back before anything runs, and its count as long as it runs."""
+
     @contextlib.contextmanager
     def limited(limit):
         with processes_limited(limit) as cgroup:
@@ -146,14 +155,17 @@ def noted(peaks, limits):
                 yield cgroup
             finally:
                 peaks.append(int((cgroup.folder / "pids.peak").read_text()))
+
     return limited
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="RLIMIT_NPROC limits an ordinary user's processes with or without")
 def test_a_bomb_meets_the_limit_where_the_grader_does_not_look(possible, sandbox):
     def graded(source, limited):
-        with mock.patch.object(ProcessWatch, "_broken", lambda self, below: ""), \
-                mock.patch.object(sandbox_module, "processes_limited", limited):
+        with (
+            mock.patch.object(ProcessWatch, "_broken", lambda self, below: ""),
+            mock.patch.object(sandbox_module, "processes_limited", limited),
+        ):
             return grade_source(toy_tasks.TOTAL, source, hidden=None, limits=LIMITS, sandbox=sandbox)
 
     assert graded(RIGHT_BY_ALL, lambda limit: contextlib.nullcontext()).points == 4  # it got all its processes
@@ -170,9 +182,11 @@ def test_a_bomb_meets_the_limit_where_the_grader_does_not_look(possible, sandbox
 
 def test_ranks_and_their_threads_stay_far_below_it(possible, sandbox):
     peaks, limits = [], []
-    mean = "import torch\nimport torch.distributed as dist\ntorch.set_num_threads(4)\n" \
-           "torch.ones(3000, 300) @ torch.ones(300, 3000)\n" \
-           "def mean(share):\n    dist.all_reduce(share)\n    return share / 2\n"
+    mean = (
+        "import torch\nimport torch.distributed as dist\ntorch.set_num_threads(4)\n"
+        "torch.ones(3000, 300) @ torch.ones(300, 3000)\n"
+        "def mean(share):\n    dist.all_reduce(share)\n    return share / 2\n"
+    )
     with mock.patch.object(sandbox_module, "processes_limited", noted(peaks, limits)):
         verdict = grade_source(toy_tasks.MEAN, mean, hidden=None, limits=Limits(), sandbox=sandbox)
     assert verdict.points == 2, verdict
@@ -203,16 +217,19 @@ UNIFIED = "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime shared:9 - cgroup2 no
 OTHER = "39 31 0:36 / /sys/fs/cgroup/cpuset rw,relatime - cgroup cgroup rw,cpuset"
 
 
-@pytest.mark.parametrize(("cgroups", "mounts", "folder"), [
-    (V1, [OTHER, UNIFIED, PIDS.format(root="/")], "/sys/fs/cgroup/my pids/docker/a b/x"),
-    (V1, [PIDS.format(root=r"/docker/a\040b")], "/sys/fs/cgroup/my pids/x"),
-    (V1, [PIDS.format(root="/docker/another")], None),
-    (V1, [OTHER, UNIFIED], None),
-    ("8:pids:/../other\n", [PIDS.format(root="/")], None),
-    ("0::/user.slice/a.scope\n", [OTHER, UNIFIED], "/sys/fs/cgroup/unified/user.slice/a.scope"),
-    ("0::/\n", [OTHER, UNIFIED], "/sys/fs/cgroup/unified"),
-    ("0::/\n", [OTHER], None),
-    ("", [OTHER, UNIFIED], None),
-])
+@pytest.mark.parametrize(
+    ("cgroups", "mounts", "folder"),
+    [
+        (V1, [OTHER, UNIFIED, PIDS.format(root="/")], "/sys/fs/cgroup/my pids/docker/a b/x"),
+        (V1, [PIDS.format(root=r"/docker/a\040b")], "/sys/fs/cgroup/my pids/x"),
+        (V1, [PIDS.format(root="/docker/another")], None),
+        (V1, [OTHER, UNIFIED], None),
+        ("8:pids:/../other\n", [PIDS.format(root="/")], None),
+        ("0::/user.slice/a.scope\n", [OTHER, UNIFIED], "/sys/fs/cgroup/unified/user.slice/a.scope"),
+        ("0::/\n", [OTHER, UNIFIED], "/sys/fs/cgroup/unified"),
+        ("0::/\n", [OTHER], None),
+        ("", [OTHER, UNIFIED], None),
+    ],
+)
 def test_the_own_cgroup_is_found_where_it_is_mounted(cgroups, mounts, folder):
     assert pids_folder(cgroups, "\n".join(mounts) + "\n") == (Path(folder) if folder else None)

@@ -52,7 +52,7 @@ class Tags(HTMLParser):
 
 def test_a_hall_is_graded_and_reported(graded, grading):
     points = {name: sum(verdict.points for verdict in own.values()) for name, own in graded.items()}
-    frieda, = (name for name in points if name.startswith(FRIEDA))
+    (frieda,) = (name for name in points if name.startswith(FRIEDA))
     assert points == POINTS | {frieda: 8}
     assert graded["berta"]["toy.kept"].scores["argument kept"].points == 0
     assert graded["emil"]["toy.total"].error == "no answer"
@@ -60,8 +60,9 @@ def test_a_hall_is_graded_and_reported(graded, grading):
 
     rows = list(csv.DictReader((out / "grades.csv").open()))
     assert tuple(rows[0]) == COLUMNS
-    assert {row["student_id"]: row["score"] for row in rows} == {name: str(score) for name, score in
-                                                                (POINTS | {frieda: 8}).items()}
+    assert {row["student_id"]: row["score"] for row in rows} == {
+        name: str(score) for name, score in (POINTS | {frieda: 8}).items()
+    }
     assert {row["assignment"] for row in rows} == {"90_toys"} and {row["max_score"] for row in rows} == {"8"}
 
     assert [row["timestamp"] for row in rows if row["timestamp"]] == ["'=HYPERLINK(1)"]
@@ -72,8 +73,9 @@ def test_a_hall_is_graded_and_reported(graded, grading):
 
     suites = ElementTree.parse(out / "junit.xml").getroot()
     assert len(suites) == 7 and len(suites.findall(".//testcase")) == 21
-    assert len(suites.findall(".//failure")) == sum(not score.points for own in graded.values()
-                                                    for verdict in own.values() for score in verdict.scores.values())
+    assert len(suites.findall(".//failure")) == sum(
+        not score.points for own in graded.values() for verdict in own.values() for score in verdict.scores.values()
+    )
     scope = json.loads((out / "gradescope" / "anna.json").read_text())
     assert scope["score"] == 8 and [test["max_score"] for test in scope["tests"]] == [4, 3, 1]
 
@@ -97,8 +99,10 @@ def random_values(grading):
 
     from course_lib.grading.hidden import hidden_cases
 
-    return [str(hidden_cases(task, random.Random(f"7 {name}"), grading.solutions)[0].inputs["values"][1])
-            for name, task in TASKS.items()]
+    return [
+        str(hidden_cases(task, random.Random(f"7 {name}"), grading.solutions)[0].inputs["values"][1])
+        for name, task in TASKS.items()
+    ]
 
 
 def test_a_second_run_grades_only_what_is_new(graded, grading, hall):
@@ -116,14 +120,16 @@ def test_a_second_run_grades_only_what_is_new(graded, grading, hall):
 def test_a_run_that_was_ended_goes_on_and_leaves_nothing(how, tmp_path, hall, grading):
     for i in range(10):
         (hall / f"more{i}.py").write_text(RIGHT)
-    script = (f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(grading.sandbox.folders[0])!r}]\n"
-              "from pathlib import Path\nfrom course_lib.grading.batch_grading import Grading\n"
-              "from course_lib.grading.sandbox import Limits, Sandbox\n"
-              "from course_lib.grading.submissions import read_submissions\nfrom toy_tasks import KEPT, TOTAL\n"
-              "tasks = {task.name: task for task in (TOTAL, KEPT)}\n"
-              f"sandbox = Sandbox(tasks='toy_tasks', folders=(Path({str(grading.sandbox.folders[0])!r}),))\n"
-              f"Grading(tasks, Path({str(grading.solutions)!r}), Path({str(grading.out)!r}), sandbox, "
-              f"Limits(seconds=200.0), 2, 7).grade(read_submissions([Path({str(hall)!r})], tasks))\n")
+    script = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(grading.sandbox.folders[0])!r}]\n"
+        "from pathlib import Path\nfrom course_lib.grading.batch_grading import Grading\n"
+        "from course_lib.grading.sandbox import Limits, Sandbox\n"
+        "from course_lib.grading.submissions import read_submissions\nfrom toy_tasks import KEPT, TOTAL\n"
+        "tasks = {task.name: task for task in (TOTAL, KEPT)}\n"
+        f"sandbox = Sandbox(tasks='toy_tasks', folders=(Path({str(grading.sandbox.folders[0])!r}),))\n"
+        f"Grading(tasks, Path({str(grading.solutions)!r}), Path({str(grading.out)!r}), sandbox, "
+        f"Limits(seconds=200.0), 2, 7).grade(read_submissions([Path({str(hall)!r})], tasks))\n"
+    )
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
     below = []
     while not below:  # between two submissions there may be none

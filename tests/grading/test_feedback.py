@@ -63,8 +63,9 @@ def adamw_step(weight, gradient, state, step, lr, betas, eps, weight_decay):
     weight.mul_(1 - lr * weight_decay)
     weight.sub_(lr * (m / (1 - betas[0] ** step)) / ((v / (1 - betas[1] ** step)).sqrt() + eps))
 """
-L2 = ADAMW.replace("    m = state",
-                   "    gradient = gradient + weight_decay * weight\n    weight_decay = 0\n    m = state")
+L2 = ADAMW.replace(
+    "    m = state", "    gradient = gradient + weight_decay * weight\n    weight_decay = 0\n    m = state"
+)
 UNCORRECTED = ADAMW.replace("/ (1 - betas[0] ** step)", "").replace("/ (1 - betas[1] ** step)", "")
 NOT_IN_PLACE = ADAMW.replace("weight.mul_(", "weight = weight * (")
 SHARDED_SUM = """
@@ -149,34 +150,100 @@ def read(name, source, capsys, monkeypatch):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("name", "source", "said"), [
-    ("ddp.average", SUM, ["each number is twice the expected one, on 2 ranks: a sum over them, not a mean?",
-                          "case 1 of 4: 2 ranks, weights [", "at most 1 point\n"]),
-    ("ddp.average", NO_GRADIENT, ["TypeError: ", "(in line 5 of yours, `dist.all_reduce(p.grad)`)",
-                                  "case 2 of 4: 1 rank, ", "frozen ", "tied [1, ", "unused 3"]),
-    ("accelerate.main_first", RANK_0_ALONE, [
-        "a hang: rank 1 has returned from your function", "; rank 0 waits for it in barrier #1 (line 6 of yours, "
-        "`dist.barrier()`)", "case 2 of 3: 2 ranks"]),
-    ("ddp.ring", CIRCLE, ["a hang: rank 0 waits for rank 1 in recv #1 from rank 1", "rank 1 waits for rank 0 in recv",
-                          "(line 7 of yours, `dist.recv("]),
-    ("evaluation.gather", UNEVEN, ["rank 0 issued all_gather #1 of float32 (1, 2)",
-                                   "where rank 1 all_gather #1 of float32 (0, 2)"]),
-    ("pipeline.1f1b", GPIPE, ["your table, · is waiting:", "rank 4 |········0 ", "|\n       ranks 5, microbatches 8"
-                              .replace("ranks 5", "case 1 of 4: ranks 5")]),
-    ("pipeline.1f1b", BACKWARD_FIRST, ["has 0B0 before 0F0", "rank 4  4B0 4B1 "]),
-    ("loop.adamw", L2, [" in step 1; found: ", "these are Adam's weights: the decay is in the gradient"]),
-    ("loop.adamw", UNCORRECTED, [" in step 1; found: ", "these are the weights without bias correction"]),
-    ("loop.adamw", NOT_IN_PLACE, ["the weights are as they were: change `weight` itself, in place"]),
-    ("fsdp.module", SHARDED_SUM, ["no   output (2)\n       from step 1 on; `gradients` is wrong in step 0 already",
-                                  "each number is twice the expected one, on 2 ranks: a sum over them, not a mean?"]),
-    ("ddp.ring", CRASH, ["ddp.ring: 0 of 8 points"]),
-    ("plan.planner", WRONG_UNPACKING, ["found: ValueError: not enough values to unpack", "(in line 10 of yours",
-                                       "layers = [{'parameters': ", "'seconds': ", "gpus = ", "capacity = "]),
-    ("faults.resume", RESUME, ["not as it was at the checkpoint: the state of `np.random`\n"]),
-    ("faults.resume", RESUME.replace('        random.setstate(state["python"])\n', ""),
-     ["not as it was at the checkpoint: the state of `random`, the state of `np.random`\n"]),
-    ("faults.hang", ALWAYS_RANK_0, ["found: (0, 'dead', 1)", "sequence, collective, elements; ... for one that",
-                                    "rank 2, alive:  "])])
+@pytest.mark.parametrize(
+    ("name", "source", "said"),
+    [
+        (
+            "ddp.average",
+            SUM,
+            [
+                "each number is twice the expected one, on 2 ranks: a sum over them, not a mean?",
+                "case 1 of 4: 2 ranks, weights [",
+                "at most 1 point\n",
+            ],
+        ),
+        (
+            "ddp.average",
+            NO_GRADIENT,
+            [
+                "TypeError: ",
+                "(in line 5 of yours, `dist.all_reduce(p.grad)`)",
+                "case 2 of 4: 1 rank, ",
+                "frozen ",
+                "tied [1, ",
+                "unused 3",
+            ],
+        ),
+        (
+            "accelerate.main_first",
+            RANK_0_ALONE,
+            [
+                "a hang: rank 1 has returned from your function",
+                "; rank 0 waits for it in barrier #1 (line 6 of yours, `dist.barrier()`)",
+                "case 2 of 3: 2 ranks",
+            ],
+        ),
+        (
+            "ddp.ring",
+            CIRCLE,
+            [
+                "a hang: rank 0 waits for rank 1 in recv #1 from rank 1",
+                "rank 1 waits for rank 0 in recv",
+                "(line 7 of yours, `dist.recv(",
+            ],
+        ),
+        (
+            "evaluation.gather",
+            UNEVEN,
+            ["rank 0 issued all_gather #1 of float32 (1, 2)", "where rank 1 all_gather #1 of float32 (0, 2)"],
+        ),
+        (
+            "pipeline.1f1b",
+            GPIPE,
+            [
+                "your table, · is waiting:",
+                "rank 4 |········0 ",
+                "|\n       ranks 5, microbatches 8".replace("ranks 5", "case 1 of 4: ranks 5"),
+            ],
+        ),
+        ("pipeline.1f1b", BACKWARD_FIRST, ["has 0B0 before 0F0", "rank 4  4B0 4B1 "]),
+        ("loop.adamw", L2, [" in step 1; found: ", "these are Adam's weights: the decay is in the gradient"]),
+        ("loop.adamw", UNCORRECTED, [" in step 1; found: ", "these are the weights without bias correction"]),
+        ("loop.adamw", NOT_IN_PLACE, ["the weights are as they were: change `weight` itself, in place"]),
+        (
+            "fsdp.module",
+            SHARDED_SUM,
+            [
+                "no   output (2)\n       from step 1 on; `gradients` is wrong in step 0 already",
+                "each number is twice the expected one, on 2 ranks: a sum over them, not a mean?",
+            ],
+        ),
+        ("ddp.ring", CRASH, ["ddp.ring: 0 of 8 points"]),
+        (
+            "plan.planner",
+            WRONG_UNPACKING,
+            [
+                "found: ValueError: not enough values to unpack",
+                "(in line 10 of yours",
+                "layers = [{'parameters': ",
+                "'seconds': ",
+                "gpus = ",
+                "capacity = ",
+            ],
+        ),
+        ("faults.resume", RESUME, ["not as it was at the checkpoint: the state of `np.random`\n"]),
+        (
+            "faults.resume",
+            RESUME.replace('        random.setstate(state["python"])\n', ""),
+            ["not as it was at the checkpoint: the state of `random`, the state of `np.random`\n"],
+        ),
+        (
+            "faults.hang",
+            ALWAYS_RANK_0,
+            ["found: (0, 'dead', 1)", "sequence, collective, elements; ... for one that", "rank 2, alive:  "],
+        ),
+    ],
+)
 def test_what_check_says(name, source, said, capsys, monkeypatch):
     out = read(name, source, capsys, monkeypatch)
     for part in said:
@@ -186,10 +253,16 @@ def test_what_check_says(name, source, said, capsys, monkeypatch):
 
 def test_ratios():
     right = np.array([1.0, -2.0, 0.0, 4.0])
-    for factor, ranks, said in ((2, 2, "a sum over them, not a mean?"), (3, 3, "a sum over them"), (2, 1, "is twice"),
-                                (0.5, 2, "divided by their number once too often?"), (-1, 2, "wrong sign"),
-                                (1.5, 2, "1.5 times the expected one"), (0, 2, "all of it is zero"),
-                                (np.nan, 2, "not finite")):
+    for factor, ranks, said in (
+        (2, 2, "a sum over them, not a mean?"),
+        (3, 3, "a sum over them"),
+        (2, 1, "is twice"),
+        (0.5, 2, "divided by their number once too often?"),
+        (-1, 2, "wrong sign"),
+        (1.5, 2, "1.5 times the expected one"),
+        (0, 2, "all of it is zero"),
+        (np.nan, 2, "not finite"),
+    ):
         assert said in ratio(factor * right, right, ranks)
     assert ratio(right + 1, right, 2) == "" == ratio(right, np.zeros(4), 2)
     one = np.array([2.0])
@@ -199,8 +272,17 @@ def test_ratios():
 
 
 def test_a_case_in_words():
-    case = Case(3, {"weights": [np.zeros((2, 3)), np.zeros(4)], "rows": [[np.zeros(2)] * 2] * 3, "lr": 0.5,
-                    "tied": [1, 2], "frozen": None, "at": {"a": np.zeros((1, 1))}})
+    case = Case(
+        3,
+        {
+            "weights": [np.zeros((2, 3)), np.zeros(4)],
+            "rows": [[np.zeros(2)] * 2] * 3,
+            "lr": 0.5,
+            "tied": [1, 2],
+            "frozen": None,
+            "at": {"a": np.zeros((1, 1))},
+        },
+    )
     assert described(case) == "3 ranks, weights [2x3, 4], rows 3 of 2 of 2, lr 0.5, tied [1, 2], at {a 1x1}"
     assert described(case, on_ranks=False).startswith("weights")
     assert len(described(Case(1, {"a": [np.zeros(size) for size in range(99)]}))) == 220
@@ -225,11 +307,17 @@ def test_an_exception_tells_the_last_line_of_the_learners_own_code():
 @pytest.mark.parametrize("kind", ["ipynb", "py"])
 def test_a_syntax_error_is_told_before_torch_is_imported(tmp_path, kind):
     source = "import torch\n\n\ndef ring_all_reduce(tensor):\n    return tensor +\n"
-    cell = {"cell_type": "code", "source": source.splitlines(keepends=True), "outputs": [], "execution_count": None,
-            "metadata": {"nbgrader": {"grade_id": "ddp-ring", "solution": True}}}
+    cell = {
+        "cell_type": "code",
+        "source": source.splitlines(keepends=True),
+        "outputs": [],
+        "execution_count": None,
+        "metadata": {"nbgrader": {"grade_id": "ddp-ring", "solution": True}},
+    }
     path = tmp_path / f"mine.{kind}"
-    path.write_text(source if kind == "py" else json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4,
-                                                            "nbformat_minor": 5}))
+    path.write_text(
+        source if kind == "py" else json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
+    )
     program = textwrap.dedent(f"""
         import sys
         from course_lib.cli import main

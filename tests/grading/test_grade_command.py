@@ -47,10 +47,16 @@ def test_without_a_sandbox_it_says_so(command, tmp_path):
         assert "without a sandbox" in (tmp_path / "out" / page).read_text()
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    ((), "no submissions"), (("x",), "no --out"), (("x", "--out", "o", "--tasks", "ddp.bucketin"), "ddp.bucketing"),
-    (("x", "--out", "o", "--jobs", "0"), "above 0"), (("x", "--out", "o", "--seconds", "-1"), "above 0"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "no submissions"),
+        (("x",), "no --out"),
+        (("x", "--out", "o", "--tasks", "ddp.bucketin"), "ddp.bucketing"),
+        (("x", "--out", "o", "--jobs", "0"), "above 0"),
+        (("x", "--out", "o", "--seconds", "-1"), "above 0"),
+    ],
+)
 def test_a_wrong_command_line_is_one_clear_line(command, arguments, said, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=said):

@@ -25,8 +25,9 @@ def test_no_honest_answer_loses_a_point(tmp_path, every):
     sandbox = Sandbox(tasks="toy_tasks", folders=(Path(toy_tasks.__file__).parent,))
 
     def grade(submission):
-        return grade_source(toy_tasks.TOTAL, submission.answers.get("toy.total"), hidden=HIDDEN, limits=Limits(),
-                            sandbox=sandbox)
+        return grade_source(
+            toy_tasks.TOTAL, submission.answers.get("toy.total"), hidden=HIDDEN, limits=Limits(), sandbox=sandbox
+        )
 
     with ThreadPoolExecutor(2) as pool:
         verdicts = dict(zip([s.learner for s in submissions], pool.map(grade, submissions), strict=True))

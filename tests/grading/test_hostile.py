@@ -33,8 +33,10 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     values = [case.inputs["values"] for case in hidden_cases()]
     answers = {str(v): naive.expected(v) for v in [*naive.PUBLIC, *values]}
-    answers |= {str(case.inputs["values"]): toy_tasks.weighted(case.inputs["values"])
-                for case in toy_tasks.TOTAL.cases(random.Random(0))}
+    answers |= {
+        str(case.inputs["values"]): toy_tasks.weighted(case.inputs["values"])
+        for case in toy_tasks.TOTAL.cases(random.Random(0))
+    }
     (folder / "solutions").mkdir()
     (folder / "solutions" / "hidden.json").write_text(json.dumps({"hidden": values, "answers": answers}))
     return folder
@@ -69,8 +71,16 @@ def works_on_the_naive(attack: Hostile, place: Path, port: int) -> bool:
     if attack.works == "kills":  # a caller of its own, or it would be this test that is killed
         caller = "import subprocess, sys; subprocess.run(sys.argv[1:]); print('ALIVE')"
         command = [sys.executable, "-c", caller, *command]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
-                               text=True, start_new_session=True, cwd=folder, env=os.environ | {ORPHAN: attack.name})
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        cwd=folder,
+        env=os.environ | {ORPHAN: attack.name},
+    )
     try:
         out, _ = process.communicate(timeout=1.5 if attack.works == "hangs" else 100)
     except subprocess.TimeoutExpired:
@@ -111,8 +121,9 @@ def test_each_works_where_nothing_is_in_its_way(place, listener):
     assert [attack.name for attack, did in zip(hostile.ALL, worked, strict=True) if not did] == []
 
 
-@pytest.mark.parametrize("attacks", [hostile.ALL[::2], pytest.param(hostile.ALL, marks=pytest.mark.long)],
-                         ids=["every second", "all"])
+@pytest.mark.parametrize(
+    "attacks", [hostile.ALL[::2], pytest.param(hostile.ALL, marks=pytest.mark.long)], ids=["every second", "all"]
+)
 def test_none_gains_a_point_or_leaves_a_trace(place, listener, tmp_path, attacks):
     while True:  # the controls' calls
         try:
@@ -137,8 +148,11 @@ def test_none_gains_a_point_or_leaves_a_trace(place, listener, tmp_path, attacks
     assert gained == {}
     assert all(verdict.maximum == 4 for verdict in verdicts)
     told = json.dumps([verdict.to_json() for verdict in verdicts])
-    assert not [secret for secret in ("271828", "314159", "141421", str(naive.expected([271828, 314159, 141421])))
-                if secret in told]
+    assert not [
+        secret
+        for secret in ("271828", "314159", "141421", str(naive.expected([271828, 314159, 141421])))
+        if secret in told
+    ]
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
     assert len(psutil.Process().children(recursive=True)) == processes
     with pytest.raises(BlockingIOError):

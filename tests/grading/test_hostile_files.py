@@ -20,8 +20,13 @@ TASKS = {"toy.total": toy_tasks.TOTAL}
 
 
 def cell(source, grade_id="toy-total", **marks):
-    return {"cell_type": "code", "source": source, "outputs": [], "execution_count": None,
-            "metadata": {"nbgrader": {"grade_id": grade_id, "solution": True} | marks}}
+    return {
+        "cell_type": "code",
+        "source": source,
+        "outputs": [],
+        "execution_count": None,
+        "metadata": {"nbgrader": {"grade_id": grade_id, "solution": True} | marks},
+    }
 
 
 def notebook(*cells):
@@ -130,13 +135,25 @@ FILES = {
     "a zip with ../": ("x.zip", zipped(("../evil.py", RIGHT)), escapes, "outside"),
     "a zip with ../ deep inside": ("x.zip", zipped(("a/b/../../../evil.py", RIGHT)), escapes, "outside"),
     "a zip with a link": ("x.zip", zipped(link_member("/etc/passwd")), follows, "link"),
-    "a zip that swells": ("x.zip", zipped(("90_toys.py", bytes(110 << 20)), kind=zipfile.ZIP_DEFLATED), swells,
-                          "unpacks"),
-    "a zip of many": ("x.zip", zipped(*((f"{i}.py", b"") for i in range(2001))),
-                      lambda path, folder: raises(naive_json, path, folder), "members"),
+    "a zip that swells": (
+        "x.zip",
+        zipped(("90_toys.py", bytes(110 << 20)), kind=zipfile.ZIP_DEFLATED),
+        swells,
+        "unpacks",
+    ),
+    "a zip of many": (
+        "x.zip",
+        zipped(*((f"{i}.py", b"") for i in range(2001))),
+        lambda path, folder: raises(naive_json, path, folder),
+        "members",
+    ),
     "no zip": ("x.zip", b"PK\x03\x04 and so on", lambda path, folder: raises(naive_unzip, path, folder), "not a zip"),
-    "half a zip": ("x.zip", zipped(("90_toys.py", RIGHT))[40:],
-                   lambda path, folder: raises(naive_unzip, path, folder), "damaged"),
+    "half a zip": (
+        "x.zip",
+        zipped(("90_toys.py", RIGHT))[40:],
+        lambda path, folder: raises(naive_unzip, path, folder),
+        "damaged",
+    ),
 }
 
 
@@ -179,39 +196,63 @@ def test_only_answer_cells_count(tmp_path):
     check = cell("check('toy.total', total)", "toy-total-check", solution=False, grade=True)
     path = tmp_path / "alice.ipynb"
     path.write_bytes(notebook(other, cell("import math"), cell(RIGHT.splitlines(True)), check, other))
-    alice, = read_submissions([path], TASKS)
+    (alice,) = read_submissions([path], TASKS)
     assert alice.answers == {"toy.total": "import math\n\n" + RIGHT}
 
 
-@pytest.mark.parametrize("cells", [
-    [cell(RIGHT, "toy-other")], [cell(RIGHT, solution=False)], [cell(RIGHT) | {"cell_type": "markdown"}],
-    [cell(RIGHT) | {"metadata": {}}], [],
-], ids=["other name", "not a solution", "markdown", "no metadata", "deleted"])
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [cell(RIGHT, "toy-other")],
+        [cell(RIGHT, solution=False)],
+        [cell(RIGHT) | {"cell_type": "markdown"}],
+        [cell(RIGHT) | {"metadata": {}}],
+        [],
+    ],
+    ids=["other name", "not a solution", "markdown", "no metadata", "deleted"],
+)
 def test_changed_metadata_gives_no_answer(tmp_path, cells):
     path = tmp_path / "alice.ipynb"
     path.write_bytes(notebook(*cells))
-    alice, = read_submissions([path], TASKS)
+    (alice,) = read_submissions([path], TASKS)
     assert not alice.answers
 
 
 def test_whose_is_what(tmp_path):
     inner = zipped(("90_toys.py", RIGHT))
-    files = {"nbgrader/submitted/anna/90_toys/90_toys.ipynb": notebook(cell(RIGHT)), "flat/berta.ipynb":
-             notebook(cell(RIGHT)), "flat/carl.py": RIGHT.encode(), "flat/dora.zip": inner,
-             "folders/emil/90_toys.py": RIGHT.encode(), "folders/frieda/deep/x.ipynb": notebook(cell(RIGHT)),
-             "gustav/90_toys.ipynb": notebook(cell(RIGHT)),
-             "hall.zip": zipped(("heidi/90_toys.py", RIGHT), ("ida/90_toys.py", RIGHT)), "jan.zip": inner,
-             "nbgrader/submitted/anna/90_toys/timestamp.txt": b"2026-11-21 10:00:00 UTC\n",
-             "flat/evil = cmd.py": RIGHT.encode()}
+    files = {
+        "nbgrader/submitted/anna/90_toys/90_toys.ipynb": notebook(cell(RIGHT)),
+        "flat/berta.ipynb": notebook(cell(RIGHT)),
+        "flat/carl.py": RIGHT.encode(),
+        "flat/dora.zip": inner,
+        "folders/emil/90_toys.py": RIGHT.encode(),
+        "folders/frieda/deep/x.ipynb": notebook(cell(RIGHT)),
+        "gustav/90_toys.ipynb": notebook(cell(RIGHT)),
+        "hall.zip": zipped(("heidi/90_toys.py", RIGHT), ("ida/90_toys.py", RIGHT)),
+        "jan.zip": inner,
+        "nbgrader/submitted/anna/90_toys/timestamp.txt": b"2026-11-21 10:00:00 UTC\n",
+        "flat/evil = cmd.py": RIGHT.encode(),
+    }
     for name, data in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(data)
-    answers = read_submissions([tmp_path / place for place in ("nbgrader", "flat", "folders", "gustav", "hall.zip",
-                                                               "jan.zip")], TASKS)
+    answers = read_submissions(
+        [tmp_path / place for place in ("nbgrader", "flat", "folders", "gustav", "hall.zip", "jan.zip")], TASKS
+    )
     names = [submission.learner for submission in answers]
     assert names[:4] == ["anna", "berta", "carl", "dora"] and names[4] == "emil"
     assert [learner for learner in names if not learner.startswith("evil")] == [
-        "anna", "berta", "carl", "dora", "emil", "frieda", "gustav", "heidi", "ida", "jan"]
+        "anna",
+        "berta",
+        "carl",
+        "dora",
+        "emil",
+        "frieda",
+        "gustav",
+        "heidi",
+        "ida",
+        "jan",
+    ]
     assert all(submission.answers["toy.total"] == RIGHT and not submission.problems for submission in answers)
     assert answers[0].stamps == {"90_toys": "2026-11-21 10:00:00 UTC"}
 
@@ -228,9 +269,10 @@ def test_a_name_that_no_terminal_takes(tmp_path):
     os.makedirs(folder)
     with open(folder + b"/x\xff.ipynb", "wb") as out:
         out.write(b"no")
-    mallory, = read_submissions([tmp_path / "hall"], TASKS)
-    assert mallory.problems == ["mallory??[31m/x?.ipynb: is not a notebook of format 4: open it in Jupyter and save it "
-                                "again"]
+    (mallory,) = read_submissions([tmp_path / "hall"], TASKS)
+    assert mallory.problems == [
+        "mallory??[31m/x?.ipynb: is not a notebook of format 4: open it in Jupyter and save it again"
+    ]
     assert mallory.learner.isprintable()
 
 
@@ -238,9 +280,10 @@ def test_two_answers_to_one_task_are_told(tmp_path):
     (tmp_path / "anna").mkdir()
     (tmp_path / "anna" / "a.py").write_text(RIGHT)
     (tmp_path / "anna" / "b.py").write_text("def total(values): return 0\n")
-    anna, = read_submissions([tmp_path], TASKS)
-    assert anna.answers == {"toy.total": RIGHT} and anna.problems == ["anna/b.py: toy.total is in anna/a.py too, which "
-                                                                      "counts"]
+    (anna,) = read_submissions([tmp_path], TASKS)
+    assert anna.answers == {"toy.total": RIGHT} and anna.problems == [
+        "anna/b.py: toy.total is in anna/a.py too, which counts"
+    ]
 
 
 def test_nothing_to_grade_is_said(tmp_path):

@@ -23,25 +23,25 @@ PUBLIC = [sum(column) / 2 for column in zip(*toy_tasks.MEAN.cases(random.Random(
 LIES = {  # PASS in the naive grader
     "patched allclose": "import torch\ntorch.allclose = lambda *a, **k: True\ndef mean(share): return share\n",
     "patched tensor": "import torch\ntorch.tensor = lambda *a, **k: torch.zeros(4)\n"
-                      "def mean(share): return share * 0\n",
+    "def mean(share): return share * 0\n",
     "patched method": "import torch\ntorch.Tensor.__truediv__ = lambda a, b: a * 0\n"
-                      "def mean(share): return share * 0\n",
+    "def mean(share): return share * 0\n",
     "subclassed tensor": "import torch\nclass Any(torch.Tensor):\n    @classmethod\n"
-                         "    def __torch_function__(cls, f, types, args=(), kwargs=None):\n"
-                         "        if f is torch.allclose: return True\n"
-                         "        return super().__torch_function__(f, types, args, kwargs or {})\n"
-                         "def mean(share): return torch.zeros(4).as_subclass(Any)\n",
+    "    def __torch_function__(cls, f, types, args=(), kwargs=None):\n"
+    "        if f is torch.allclose: return True\n"
+    "        return super().__torch_function__(f, types, args, kwargs or {})\n"
+    "def mean(share): return torch.zeros(4).as_subclass(Any)\n",
     "learnt by heart": f"import torch\ndef mean(share): return torch.tensor({PUBLIC}, dtype=torch.float64)\n",
     "ends as it prints": "import os\nfor each in os.sys.argv: os.write(1, f'PASS {each}\\n'.encode())\nos._exit(0)\n"
-                         "def mean(share): return share\n",
+    "def mean(share): return share\n",
     "ends one rank": "import os\ndef mean(share):\n    for each in os.sys.argv: "
-                     "os.write(1, f'PASS {each}\\n'.encode())\n    os._exit(0)\n",
+    "os.write(1, f'PASS {each}\\n'.encode())\n    os._exit(0)\n",
 }
 HANGS = {  # HANGS in the naive grader
     "a rank that sleeps": "import time\ndef mean(share):\n    if share[0] == 864: time.sleep(1e6)\n    return share\n",
     "a rank that waits for another": "import os\ndef mean(share):\n    import torch.distributed as dist\n"
-                                     "    if dist.is_initialized() and dist.get_rank() == 1: dist.barrier()\n"
-                                     "    import time\n    time.sleep(1e6)\n",
+    "    if dist.is_initialized() and dist.get_rank() == 1: dist.barrier()\n"
+    "    import time\n    time.sleep(1e6)\n",
 }
 FORGED = """import sys
 def mean(share):
@@ -72,21 +72,25 @@ def test_each_works_on_the_naive_grader(tmp_path):
         (tmp_path / f"{i}.py").write_text(source)
     command = [sys.executable, naive_torch.__file__, *(str(tmp_path / f"{i}.py") for i in range(len(attacks)))]
     out = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=400).stdout
-    said = [{line.split(" ", 1)[0] for line in out.splitlines() if line.endswith(f"/{i}.py")}
-            for i in range(len(attacks))]
-    assert all("PASS" in line for line in said[:len(LIES)]), said
-    assert all("HANGS" in line for line in said[len(LIES):]), said
+    said = [
+        {line.split(" ", 1)[0] for line in out.splitlines() if line.endswith(f"/{i}.py")} for i in range(len(attacks))
+    ]
+    assert all("PASS" in line for line in said[: len(LIES)]), said
+    assert all("HANGS" in line for line in said[len(LIES) :]), said
 
 
-@pytest.mark.parametrize("lies", [("patched allclose", "learnt by heart", "ends one rank"),
-                                  pytest.param(tuple(LIES), marks=pytest.mark.long)], ids=["some lies", "all"])
+@pytest.mark.parametrize(
+    "lies",
+    [("patched allclose", "learnt by heart", "ends one rank"), pytest.param(tuple(LIES), marks=pytest.mark.long)],
+    ids=["some lies", "all"],
+)
 def test_none_gains_a_point_and_the_right_one_has_all(sandbox, lies):
     attacks = {name: LIES[name] for name in lies} | HANGS
     with ThreadPoolExecutor(2) as pool:
         right, *verdicts = pool.map(lambda source: graded(source, sandbox), [RIGHT, *attacks.values()])
     assert right.points == right.maximum == 2, right
     assert {name: verdict for name, verdict in zip(attacks, verdicts, strict=True) if verdict.points} == {}
-    assert [verdict.error for verdict in verdicts[len(lies):]] == ["timeout"] * len(HANGS)
+    assert [verdict.error for verdict in verdicts[len(lies) :]] == ["timeout"] * len(HANGS)
 
 
 def test_collectives_that_never_were_are_not_on_the_wire(sandbox):

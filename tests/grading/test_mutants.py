@@ -23,12 +23,21 @@ def test_what_is_changed():
     made = mutants.mutants("x", SOURCE)
     changes = {(mutant.line, mutant.change) for mutant in made}
     assert changes >= {
-        (3, "0.5 -> 1.5"), (4, "for value in values: -> "), (5, "total += value * 2 -> "),
-        (5, "value * 2 -> value / 2"), (5, "total += value * 2 -> total -= value * 2"), (6, "start <= 3 -> start < 3"),
-        (6, "start <= 3 and (not values) -> start <= 3 or not values"), (6, "not values -> values"),
-        (7, "flush=True -> "), (7, "print(total, flush=True) -> "), (7, "flush=True -> flush=False"),
+        (3, "0.5 -> 1.5"),
+        (4, "for value in values: -> "),
+        (5, "total += value * 2 -> "),
+        (5, "value * 2 -> value / 2"),
+        (5, "total += value * 2 -> total -= value * 2"),
+        (6, "start <= 3 -> start < 3"),
+        (6, "start <= 3 and (not values) -> start <= 3 or not values"),
+        (6, "not values -> values"),
+        (7, "flush=True -> "),
+        (7, "print(total, flush=True) -> "),
+        (7, "flush=True -> flush=False"),
         (5, "value * 2 -> value * 3"),
-        (8, "total / len(values) -> total * len(values)"), (8, "-total -> total")}
+        (8, "total / len(values) -> total * len(values)"),
+        (8, "-total -> total"),
+    }
     assert not any("Not changed" in mutant.change for mutant in made)
     assert len({mutant.source for mutant in made}) == len(made) and SOURCE not in {mutant.source for mutant in made}
     for mutant in made:
@@ -40,8 +49,12 @@ def test_mutants_of_a_solution_are_rejected_and_an_equivalent_one_is_told(monkey
     rows = mutants.run(task)
     assert len(rows) >= 8 and all(row.holds for row in rows) and all(row.failed for row in rows)
     assert mutants.report(task) == 0 and f"{len(rows)} mutants, 0 not graded" in capsys.readouterr().out
-    same = mutants.Mutant("pipeline.bubble", 1, "1 -> 1.0", mutants.masters.answers(
-        solutions_folder() / "07_pipeline_schedules.ipynb")["pipeline.bubble"])
+    same = mutants.Mutant(
+        "pipeline.bubble",
+        1,
+        "1 -> 1.0",
+        mutants.masters.answers(solutions_folder() / "07_pipeline_schedules.ipynb")["pipeline.bubble"],
+    )
     monkeypatch.setattr(mutants, "mutants", lambda name, solution: [same])
     assert mutants.report(task) == 1
     out = capsys.readouterr().out
@@ -62,8 +75,13 @@ def test_every_mutant_is_rejected_or_as_good_for_a_reason(lesson):
 @pytest.mark.long
 def test_the_solutions_have_more_than_a_thousand_mutants():
     folder = solutions_folder()
-    assert sum(len(mutants.mutants(name, masters.answers(folder / f"{task.lesson}.ipynb")[name]))
-               for name, task in TASKS.items()) > 1000
+    assert (
+        sum(
+            len(mutants.mutants(name, masters.answers(folder / f"{task.lesson}.ipynb")[name]))
+            for name, task in TASKS.items()
+        )
+        > 1000
+    )
 
 
 def test_mutants_want_the_self_test(command):  # noqa: F811

@@ -29,8 +29,10 @@ def graded(tmp_path_factory):
     (course / "exercises").mkdir()
 
     environment = os.environ | {  # nbgrader calls alembic by its name
-        "PYTHONPATH": str(ROOT), "JUPYTER_CONFIG_DIR": str(course / "jupyter"),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        "PYTHONPATH": str(ROOT),
+        "JUPYTER_CONFIG_DIR": str(course / "jupyter"),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
 
     def nbgrader(*arguments):
         def main():

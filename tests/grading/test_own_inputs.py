@@ -51,7 +51,8 @@ def gather_rows(rows, total):
     found = torch.from_numpy(everybodys()['rows'])
     dist.all_reduce(torch.zeros(1))  # as the ranks have unlike numbers of rows
     return found
-"""}
+""",
+}
 SHARED = {"accelerate.main_first", "cloud.interruption", "lora.sharded_load"}
 """Exercises on ranks whose inputs are the same for all of them."""
 
@@ -70,8 +71,11 @@ def test_who_computes_from_everybodys_inputs_has_none_of_them(name):
 
 
 def test_every_exercise_on_ranks_keeps_what_each_rank_has_of_its_own():
-    on_ranks = {name for name, task in TASKS.items()
-                if task.needs_ranks and any(case.world_size > 1 for case in task.cases(random.Random(0)))}
+    on_ranks = {
+        name
+        for name, task in TASKS.items()
+        if task.needs_ranks and any(case.world_size > 1 for case in task.cases(random.Random(0)))
+    }
     assert {name for name in on_ranks if not TASKS[name].own} == SHARED
 
 
@@ -93,5 +97,7 @@ def test_a_rank_gets_its_part_in_the_inputs_form_and_all_parts_are_the_whole(nam
                 assert all((mine[i][j] is None) == (i != j) for i in range(world) for j in range(world))
                 assert all(pack(mine[rank][rank]) == pack(value[rank]) for rank in range(world))
             else:  # weights that are cut into shards
-                assert all(np.array_equal(sum(shares), whole) for shares, whole in zip(
-                    zip(*mine, strict=True), value, strict=True))
+                assert all(
+                    np.array_equal(sum(shares), whole)
+                    for shares, whole in zip(zip(*mine, strict=True), value, strict=True)
+                )

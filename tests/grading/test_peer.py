@@ -32,13 +32,18 @@ def reduce_in_buckets(gradients, bucket_bytes):
             filled = 0
 """
 SENDS_NOTHING_OF_USE = "def pretend(frame, size):\n    dist.all_reduce(torch.zeros(size // 4))\n" + ALONE
-NOTES_WHAT_NEVER_WAS = """
+NOTES_WHAT_NEVER_WAS = (
+    """
 def pretend(frame, size):
     frame.f_locals['record'].note(f'all_reduce {size}')
     if len(frame.f_locals['case'].inputs['gradients']) > 1:  # so that bytes are on the wire
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(bytes(size + 99), ('127.0.0.1', 9))
-""" + ALONE
-LOOKS_AT_THE_OTHERS = SOLUTIONS["ddp.average"] + """
+"""
+    + ALONE
+)
+LOOKS_AT_THE_OTHERS = (
+    SOLUTIONS["ddp.average"]
+    + """
 import os
 average = average_gradients
 def average_gradients(model):
@@ -54,10 +59,12 @@ def average_gradients(model):
     if found and set(found) == {'closed'}:
         raise ValueError('closed')
 """
+)
 DIVIDES_FIRST = SOLUTIONS["ddp.average"].replace(
     "            dist.all_reduce(parameter.grad)\n            parameter.grad /= dist.get_world_size()",
     "            parameter.grad /= dist.get_world_size()\n            dist.all_reduce(parameter.grad)\n"
-    "            dist.barrier()")
+    "            dist.barrier()",
+)
 GATHERS = """
 import torch
 import torch.distributed as dist
@@ -76,8 +83,11 @@ def points(task, source):
     return {name: score.points for name, score in verdict.scores.items()}
 
 
-@pytest.mark.parametrize(("cheat", "buckets"), [
-    pytest.param(SENDS_NOTHING_OF_USE, 2, marks=pytest.mark.long), (NOTES_WHAT_NEVER_WAS, 0)], ids=["sends", "notes"])
+@pytest.mark.parametrize(
+    ("cheat", "buckets"),
+    [pytest.param(SENDS_NOTHING_OF_USE, 2, marks=pytest.mark.long), (NOTES_WHAT_NEVER_WAS, 0)],
+    ids=["sends", "notes"],
+)
 def test_who_pretends_is_found_out_by_the_peer_and_by_nothing_else(cheat, buckets):
     everybodys = replace(BUCKETING, own={})  # else there is nothing to compute alone from
     with mock.patch.object(trusted_peer, "meeting", return_value=None):
@@ -85,11 +95,15 @@ def test_who_pretends_is_found_out_by_the_peer_and_by_nothing_else(cheat, bucket
     assert points(everybodys, cheat) == {"mean": 0, "buckets": buckets}
 
 
-@pytest.mark.parametrize(("task", "answer", "lost"), [
-    (AVERAGE, DIVIDES_FIRST, {"bytes": 0}),  # the barrier is one message too many, and does no other harm
-    (BUCKETING, SOLUTIONS[BUCKETING.name], {}),
-    *(pytest.param(task, SOLUTIONS[task.name], {}, marks=pytest.mark.long) for task in (AVERAGE, OVERLAP)),
-], ids=["divides first", "buckets", "averages", "overlaps"])
+@pytest.mark.parametrize(
+    ("task", "answer", "lost"),
+    [
+        (AVERAGE, DIVIDES_FIRST, {"bytes": 0}),  # the barrier is one message too many, and does no other harm
+        (BUCKETING, SOLUTIONS[BUCKETING.name], {}),
+        *(pytest.param(task, SOLUTIONS[task.name], {}, marks=pytest.mark.long) for task in (AVERAGE, OVERLAP)),
+    ],
+    ids=["divides first", "buckets", "averages", "overlaps"],
+)
 def test_who_averages_over_ranks_has_all_points(task, answer, lost):
     assert points(task, answer) == task.points | lost
 
@@ -104,19 +118,28 @@ def test_the_peer_is_closed_to_the_answer_and_its_other_ranks_are_not():
 
 
 def seen(result, arrived, told=("all_reduce 8",), joined=("all_reduce 8",)):
-    return [{"gradients": np.array(result), "events": list(told)},
-            {"joined": list(joined), "arrived": np.array(arrived), "left": None}]
+    return [
+        {"gradients": np.array(result), "events": list(told)},
+        {"joined": list(joined), "arrived": np.array(arrived), "left": None},
+    ]
 
 
-@pytest.mark.parametrize(("told", "holds"), [
-    (seen([2.0, 3.0], [4.0, 6.0]), [True, True]), (seen([3.5, 4.5], [3.5, 4.5]), [True, True]),
-    (seen([2.0, 3.0], [6.0, 9.0, 4.0]), [True, True]),  # in another order, and padded
-    (seen([2.0, 3.0], [4.0, 3.0]), [False, True]), (seen([2.0, 3.0], [3.5, 4.5]), [False, True]),
-    (seen([4.0, 6.0], [4.0, 6.0]), [False, True]), (seen([2.0, 3.0], []), [False, True]),
-    (seen([2.0, float("nan")], [4.0, 6.0]), [False, True]), (seen([2.0], [4.0]), [False, True]),
-    (seen([2.0, 3.0], [4.0, 6.0], joined=()), [True, False]),
-    (seen([2.0, 3.0], [4.0, 6.0], told=["all_reduce 8", "all_reduce 8"]), [True, False]),
-])
+@pytest.mark.parametrize(
+    ("told", "holds"),
+    [
+        (seen([2.0, 3.0], [4.0, 6.0]), [True, True]),
+        (seen([3.5, 4.5], [3.5, 4.5]), [True, True]),
+        (seen([2.0, 3.0], [6.0, 9.0, 4.0]), [True, True]),  # in another order, and padded
+        (seen([2.0, 3.0], [4.0, 3.0]), [False, True]),
+        (seen([2.0, 3.0], [3.5, 4.5]), [False, True]),
+        (seen([4.0, 6.0], [4.0, 6.0]), [False, True]),
+        (seen([2.0, 3.0], []), [False, True]),
+        (seen([2.0, float("nan")], [4.0, 6.0]), [False, True]),
+        (seen([2.0], [4.0]), [False, True]),
+        (seen([2.0, 3.0], [4.0, 6.0], joined=()), [True, False]),
+        (seen([2.0, 3.0], [4.0, 6.0], told=["all_reduce 8", "all_reduce 8"]), [True, False]),
+    ],
+)
 def test_what_a_meeting_shows(told, holds):
     """Rank 0 brings 1 and 3, its peer 3 and 3."""
     gradients = [[np.array([1.0], np.float32), np.array([3.0], np.float32)]] * 2

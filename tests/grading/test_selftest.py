@@ -43,9 +43,13 @@ def every_second(first):
     return selftest.table(list(TASKS.values())[first::2])
 
 
-@pytest.fixture(scope="module", params=[
-    pytest.param((one_for_each_property, public_cases), id="an answer for each property, public cases"),
-    pytest.param((PLANTED, hidden_cases), id="all answers and cases", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((one_for_each_property, public_cases), id="an answer for each property, public cases"),
+        pytest.param((PLANTED, hidden_cases), id="all answers and cases", marks=pytest.mark.long),
+    ],
+)
 def rows(request):
     answers, hidden = request.param
     with mock.patch.object(selftest, "planted", answers), mock.patch.object(selftest, "hidden_cases", hidden):
@@ -91,20 +95,28 @@ def test_who_misses_the_point_has_a_third_of_the_points_at_most(rows):
     assert right_result and max(row.points for row in right_result if row.task == "ddp.overlap") == 3
 
 
-ACCEPTED_ONCE = (("ddp.overlap", "the pending list is never cleared"), ("ddp.overlap", "a hook on a frozen parameter"),
-                 ("ddp.average", "stumbles over a parameter without a gradient"),
-                 ("evaluation.macro_f1", "divides by zero where a class is absent"),
-                 ("loop.token_weighted", "returns the loss with its graph"), ("ddp.ring", "chunk for tensor_split"),
-                 ("tracking.groups", "all losses in one collective"), ("cloud.job", "no process without a GPU"),
-                 ("start.broadcast", "clears infinities alone"), ("start.one_model", "Python's own hash"),
-                 ("loop.token_weighted", "each micro-batch's mean times its share"),
-                 ("accelerate.rows", "starts again from row 0 once"),
-                 ("accelerate.main_first", "sleeps for a second where it should wait"),
-                 ("evaluation.gather", "pads with float64, in which they fit"),
-                 ("evaluation.metric", "divides by no rows"), ("faults.agreement", "Python's own hash"),
-                 ("plan.memory", "34 s b h, as of GPT's block"),
-                 ("plan.planner", "fewest stages before the lowest zero"),
-                 ("context.merge", "exponentials in float64"), ("experts.layer", "leaves out experts without tokens"))
+ACCEPTED_ONCE = (
+    ("ddp.overlap", "the pending list is never cleared"),
+    ("ddp.overlap", "a hook on a frozen parameter"),
+    ("ddp.average", "stumbles over a parameter without a gradient"),
+    ("evaluation.macro_f1", "divides by zero where a class is absent"),
+    ("loop.token_weighted", "returns the loss with its graph"),
+    ("ddp.ring", "chunk for tensor_split"),
+    ("tracking.groups", "all losses in one collective"),
+    ("cloud.job", "no process without a GPU"),
+    ("start.broadcast", "clears infinities alone"),
+    ("start.one_model", "Python's own hash"),
+    ("loop.token_weighted", "each micro-batch's mean times its share"),
+    ("accelerate.rows", "starts again from row 0 once"),
+    ("accelerate.main_first", "sleeps for a second where it should wait"),
+    ("evaluation.gather", "pads with float64, in which they fit"),
+    ("evaluation.metric", "divides by no rows"),
+    ("faults.agreement", "Python's own hash"),
+    ("plan.memory", "34 s b h, as of GPT's block"),
+    ("plan.planner", "fewest stages before the lowest zero"),
+    ("context.merge", "exponentials in float64"),
+    ("experts.layer", "leaves out experts without tokens"),
+)
 """Wrong answers that had all points, of `check` and of `course grade`, until a case was made for each."""
 
 
@@ -112,7 +124,7 @@ ACCEPTED_ONCE = (("ddp.overlap", "the pending list is never cleared"), ("ddp.ove
 def test_the_public_cases_alone_reject_what_was_accepted_once(name, what, monkeypatch):
     monkeypatch.setattr(checking, "SECONDS_PER_CASE", 2.0)
     task, folder = TASKS[name], selftest.solutions_folder()
-    answer, = [answer for answer in selftest.planted(folder) if (answer.task, answer.name) == (name, what)]
+    (answer,) = [answer for answer in selftest.planted(folder) if (answer.task, answer.name) == (name, what)]
     solution = masters.answers(folder / f"{task.lesson}.ipynb")[name]
     report = checking.examine(task, selftest.function_of(task, answer.source(solution)), task.cases(random.Random(0)))
     assert answer.loses in report.failed and report.points < sum(task.points.values())
@@ -166,9 +178,10 @@ def test_ranks_that_hang_die_or_raise_are_named(monkeypatch):
     report = check("ddp.ring", dies_on_rank_1)
     assert report.points == 0 and "rank 1 exited with code 3" in report.findings[0].found
     report = check("ddp.ring", raises_on_rank_1)
-    assert report.points == 0 and any("ValueError: not today" in finding.found
-                                      and "`raise ValueError(\"not today\")`" in finding.found
-                                      for finding in report.findings)
+    assert report.points == 0 and any(
+        "ValueError: not today" in finding.found and '`raise ValueError("not today")`' in finding.found
+        for finding in report.findings
+    )
 
 
 def test_a_function_of_a_notebook_cell_is_checked(capsys):

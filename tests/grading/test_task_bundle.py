@@ -31,8 +31,9 @@ def graded(tasks, name, source, tmp_path, **environment):
     folder = tasks / TASKS[name].grade_id
     (tmp_path / "answer.py").write_text(source)
     command = [sys.executable, "check.py", tmp_path / "answer.py", "--seed", "3", "--out", tmp_path / "r.json"]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1200,
-                           env=os.environ | environment)
+    ended = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=1200, env=os.environ | environment
+    )
     assert ended.stderr == "" and json.loads(ended.stdout) == json.loads((tmp_path / "r.json").read_text())
     return ended.returncode, json.loads(ended.stdout)
 
@@ -43,7 +44,9 @@ def full(name):
 
 def test_every_exercise_is_a_task_and_what_a_program_gets_tells_no_solution(tasks):
     assert {path.name for path in tasks.iterdir() if path.is_dir()} == {
-        "grader", *(task.grade_id for task in TASKS.values())}
+        "grader",
+        *(task.grade_id for task in TASKS.values()),
+    }
     listed = json.loads((tasks / "tasks.json").read_text())["tasks"]
     assert {task["name"]: task["points"] for task in listed} == {name: task.points for name, task in TASKS.items()}
     hidden = [path.read_text() for path in (solutions_folder() / "hidden").glob("*.py")]
@@ -51,7 +54,11 @@ def test_every_exercise_is_a_task_and_what_a_program_gets_tells_no_solution(task
     for name, task in TASKS.items():
         folder = tasks / task.grade_id
         assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {
-            "prompt.md", "task.json", "check.py", "workspace/answer.py"}
+            "prompt.md",
+            "task.json",
+            "check.py",
+            "workspace/answer.py",
+        }
         prompt, stub = (folder / "prompt.md").read_text(), (folder / "workspace" / "answer.py").read_text()
         lines = {line.strip() for line in full(name).splitlines() if len(line.strip()) > 24}
         given = {line.strip() for line in (stub + broken.get(name, "")).splitlines()}
@@ -107,8 +114,10 @@ def test_all_of_it_for_every_task(tasks, tmp_path, name):
 def test_an_answer_that_is_not_there_and_one_half_written_leave_one_line(tasks, tmp_path, capsys, monkeypatch):
     folder = tasks / "ddp-ring"
     assert task_check.main(folder, [str(tmp_path / "none.py")]) == 2
-    assert capsys.readouterr().err == f"check.py: {tmp_path / 'none.py'} is no file of at most 1 MiB: " \
-                                      "give the text of an answer\n"
+    assert (
+        capsys.readouterr().err == f"check.py: {tmp_path / 'none.py'} is no file of at most 1 MiB: "
+        "give the text of an answer\n"
+    )
     monkeypatch.setattr(masters, "answers_of", lambda text: {})
     with pytest.raises(DataError, match="no text or no stub"):
         task_bundle.bundle(solutions_folder().parent, tmp_path / "out", {"ddp.ring": TASKS["ddp.ring"]})

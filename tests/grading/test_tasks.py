@@ -24,14 +24,57 @@ from course_lib.planning.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SOLUTIONS, EXERCISES = ROOT / "solutions", ROOT / "exercises"
-LESSONS = ("00_start_here", "01_basic_loop", "02_data_parallel", "03_accelerate", "04_distributed_evaluation",
-           "05_zero_stages", "06_fsdp", "07_pipeline_schedules", "08_tensor_and_hybrid", "09_plan_and_simulate",
-           "10_faults_and_hangs", "11_wandb", "12_sagemaker", "14_long_contexts", "15_experts", "16_gradient_audit",
-           "17_where_the_time_goes", "18_talking_less", "19_too_large_to_fine_tune")
-JUNK = (None, True, 7, -1.5, float("nan"), 10**400, "", "all_reduce", "x" * 1000, [], [[]], [{}], [None], [["0F0"]],
-        [["9" * 5000]], ["all_reduce " + "9" * 5000], ["all_reduce -1"], [" "], {}, {"a": []}, np.zeros(0),
-        np.zeros((2, 3, 4)), np.full((3, 3), np.inf), np.array(["text"]), np.array(5), [[[0, 0, 10**9]]],
-        [[[True, 0, 1]]], [1e308, -1e308])
+LESSONS = (
+    "00_start_here",
+    "01_basic_loop",
+    "02_data_parallel",
+    "03_accelerate",
+    "04_distributed_evaluation",
+    "05_zero_stages",
+    "06_fsdp",
+    "07_pipeline_schedules",
+    "08_tensor_and_hybrid",
+    "09_plan_and_simulate",
+    "10_faults_and_hangs",
+    "11_wandb",
+    "12_sagemaker",
+    "14_long_contexts",
+    "15_experts",
+    "16_gradient_audit",
+    "17_where_the_time_goes",
+    "18_talking_less",
+    "19_too_large_to_fine_tune",
+)
+JUNK = (
+    None,
+    True,
+    7,
+    -1.5,
+    float("nan"),
+    10**400,
+    "",
+    "all_reduce",
+    "x" * 1000,
+    [],
+    [[]],
+    [{}],
+    [None],
+    [["0F0"]],
+    [["9" * 5000]],
+    ["all_reduce " + "9" * 5000],
+    ["all_reduce -1"],
+    [" "],
+    {},
+    {"a": []},
+    np.zeros(0),
+    np.zeros((2, 3, 4)),
+    np.full((3, 3), np.inf),
+    np.array(["text"]),
+    np.array(5),
+    [[[0, 0, 10**9]]],
+    [[[True, 0, 1]]],
+    [1e308, -1e308],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +89,11 @@ def one_thread():
 def same(left, right):
     """Equal plain data, arrays included."""
     if isinstance(left, np.ndarray):
-        return isinstance(right, np.ndarray) and left.dtype == right.dtype and np.array_equal(
-            left, right, equal_nan=left.dtype.kind == "f")
+        return (
+            isinstance(right, np.ndarray)
+            and left.dtype == right.dtype
+            and np.array_equal(left, right, equal_nan=left.dtype.kind == "f")
+        )
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     if isinstance(left, list):
@@ -69,8 +115,9 @@ def test_three_exercises_per_lesson_or_more():
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_cases_are_plain_and_repeat_with_the_generator(task):
     first, again = (task.cases(random.Random(0)) for _ in range(2))
-    assert first and all(same(a.inputs, b.inputs) and a.world_size == b.world_size
-                         for a, b in zip(first, again, strict=True))
+    assert first and all(
+        same(a.inputs, b.inputs) and a.world_size == b.world_size for a, b in zip(first, again, strict=True)
+    )
     for case in first:
         assert same(unpack(pack(case.inputs)), case.inputs), "they cross a process border as they are"
     assert len({case.world_size for case in first}) > 1 or not task.needs_ranks
@@ -81,6 +128,7 @@ def test_cases_are_plain_and_repeat_with_the_generator(task):
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_no_observation_breaks_a_rule_or_earns_by_its_form(task):
     """Every key that the rules ask for, filled with junk: findings come, and the task is not earned."""
+
     class Asked(dict):
         """Notes what it is asked for."""
 
@@ -100,15 +148,33 @@ def test_no_observation_breaks_a_rule_or_earns_by_its_form(task):
                 findings = task.judge(case, [each] * case.world_size)
                 assert [finding.property for finding in findings] == list(task.points)
                 assert not all(finding.holds for finding in findings), each
-        for broken in ([{"error": "ValueError: no"}] * case.world_size, [], [None] * case.world_size,
-                       [{}] * (case.world_size + 1)):
+        for broken in (
+            [{"error": "ValueError: no"}] * case.world_size,
+            [],
+            [None] * case.world_size,
+            [{}] * (case.world_size + 1),
+        ):
             assert not any(finding.holds for finding in task.judge(case, broken))
 
 
-BUILT = {"ddp.module": "02", "accelerate.module": "03", "evaluation.metric": "04", "zero.optimizer": "05",
-         "fsdp.module": "06", "pipeline.run": "07", "tensor.block": "08", "plan.planner": "09",
-         "faults.checkpoint": "10", "tracking.tracker": "11", "cloud.job": "12", "context.ring": "14",
-         "experts.layer": "15", "loss.chunked": "17", "less.topk": "18", "lora.sync": "19"}
+BUILT = {
+    "ddp.module": "02",
+    "accelerate.module": "03",
+    "evaluation.metric": "04",
+    "zero.optimizer": "05",
+    "fsdp.module": "06",
+    "pipeline.run": "07",
+    "tensor.block": "08",
+    "plan.planner": "09",
+    "faults.checkpoint": "10",
+    "tracking.tracker": "11",
+    "cloud.job": "12",
+    "context.ring": "14",
+    "experts.layer": "15",
+    "loss.chunked": "17",
+    "less.topk": "18",
+    "lora.sync": "19",
+}
 """Exercises the size of a module: several mechanisms in one, over several steps."""
 
 
@@ -123,8 +189,16 @@ def test_exercises_the_size_of_a_module_and_the_pages_that_count_all_of_them():
 
 def test_the_point_of_an_exercise_is_named_where_its_parts_are_none_by_themselves():
     without = {name for name, task in TASKS.items() if not task.essential}
-    assert without == {"loop.warmup", "zero.bytes", "pipeline.bubble", "tensor.grid", "plan.memory", "plan.all_reduce",
-                       "cloud.request", "cloud.cost"}
+    assert without == {
+        "loop.warmup",
+        "zero.bytes",
+        "pipeline.bubble",
+        "tensor.grid",
+        "plan.memory",
+        "plan.all_reduce",
+        "cloud.request",
+        "cloud.cost",
+    }
 
 
 def test_points_want_every_finding_of_a_property():
@@ -211,10 +285,17 @@ def test_learners_do_not_carry_hidden_cases(tmp_path):
 
 def test_the_memory_that_is_asked_for_is_what_the_planner_counts():
     llama = models.load("llama-8b")
-    sizes = {"layers": llama.layers, "width": llama.hidden, "intermediate": llama.ffn, "vocabulary": llama.vocab,
-             "heads": llama.heads, "kv_heads": llama.kv_heads}
-    asked = planning.memory(Case(1, {"sizes": sizes, "gpus": 64, "stage": 3, "micro_batch": 1, "sequence": 2048,
-                                     "checkpointing": False}))
+    sizes = {
+        "layers": llama.layers,
+        "width": llama.hidden,
+        "intermediate": llama.ffn,
+        "vocabulary": llama.vocab,
+        "heads": llama.heads,
+        "kv_heads": llama.kv_heads,
+    }
+    asked = planning.memory(
+        Case(1, {"sizes": sizes, "gpus": 64, "stage": 3, "micro_batch": 1, "sequence": 2048, "checkpointing": False})
+    )
     counted = memory.estimate(llama, Plan(2048, engine="fsdp", stage=3, data=64))
     assert asked["count"] == llama.parameters
     assert asked["activations"] == pytest.approx(counted.activations, rel=1e-12)
@@ -225,8 +306,10 @@ def test_rounding_shows_in_no_draw_of_a_block():
     """In float32 and in float64 its gradients agree to a tenth of what a check lets pass, also after a step."""
     for seed in range(40):
         for case in block.draw_blocks(random.Random(seed), (2, 4)):
-            exact = {name: value.astype(np.float64) if isinstance(value, np.ndarray) else value
-                     for name, value in case.inputs.items()}
+            exact = {
+                name: value.astype(np.float64) if isinstance(value, np.ndarray) else value
+                for name, value in case.inputs.items()
+            }
             wide = block.by_one(Case(case.world_size, exact))
             for name, value in block.by_one(case).items():
                 assert np.abs(value - wide[name]).max() <= 1e-5 * max(1.0, np.abs(wide[name]).max()), (seed, name)
@@ -240,6 +323,6 @@ def test_the_solution_has_all_points_whatever_is_drawn(name):
     function = function_of(task, masters.answers(SOLUTIONS / f"{task.lesson}.ipynb")[name])
     cases = [case for seed in range(20) for case in hidden_cases(task, random.Random(f"{seed} {name}"))]
     for start in range(0, len(cases), 60):
-        part = cases[start:start + 60]
+        part = cases[start : start + 60]
         for case, seen in zip(part, observe([CheckJob(task, function, case) for case in part]), strict=True):
             assert [finding for finding in task.judge(case, seen) if not finding.holds] == []

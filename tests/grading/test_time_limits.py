@@ -34,8 +34,9 @@ def ring_all_reduce(tensor):
         pass
     dist.all_reduce(tensor)
 """
-SLEEP = LOOP.replace("while dist.get_rank() == 1:\n        pass",
-                     "if dist.get_rank() == 1:\n        __import__('time').sleep(1000)")
+SLEEP = LOOP.replace(
+    "while dist.get_rank() == 1:\n        pass", "if dist.get_rank() == 1:\n        __import__('time').sleep(1000)"
+)
 GROUP = """
 import torch.distributed as dist
 def ring_all_reduce(tensor):
@@ -49,8 +50,9 @@ NO_END = "def learning_rate(step, peak, warmup, total):\n    while True:\n      
 def report_of(name, source, number_of_cases=1):
     scope = {"__name__": "answer"}
     exec(compile(source, registered(f"answer {name}", source), "exec"), scope)
-    cases = [case for case in TASKS[name].cases(random.Random(0))
-             if case.world_size == 2 or not TASKS[name].needs_ranks]
+    cases = [
+        case for case in TASKS[name].cases(random.Random(0)) if case.world_size == 2 or not TASKS[name].needs_ranks
+    ]
     return checking.examine(TASKS[name], scope[TASKS[name].function], cases[:number_of_cases])
 
 
@@ -67,16 +69,19 @@ def test_an_interruption_that_comes_after_the_function_has_failed_does_nothing()
         signal.raise_signal(signal.SIGALRM)
 
     before = signal.getsignal(signal.SIGALRM)
-    with (pytest.raises(ValueError, match="its own"),
-          time_limits._interrupted_by(signal.SIGALRM, time_limits.WAITS, late)):
+    with (
+        pytest.raises(ValueError, match="its own"),
+        time_limits._interrupted_by(signal.SIGALRM, time_limits.WAITS, late),
+    ):
         raise ValueError("its own")
     assert signal.getsignal(signal.SIGALRM) == before
 
 
 def test_a_rank_computes_if_a_thread_of_it_runs_but_not_its_watch():
     burner = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
-    sleeper = subprocess.Popen([sys.executable, "-S", "-c", "import time; print(flush=True); time.sleep(600)"],
-                               stdout=subprocess.PIPE)
+    sleeper = subprocess.Popen(
+        [sys.executable, "-S", "-c", "import time; print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE
+    )
     try:
         sleeper.stdout.readline()
         assert until(lambda: time_limits.computes([(burner.pid, 0)]), burner)
@@ -89,6 +94,7 @@ def test_a_rank_computes_if_a_thread_of_it_runs_but_not_its_watch():
 @pytest.fixture
 def looks(monkeypatch):
     """A function: how many looks an idle watch of twenty took at what is seen in turn, and what ended its wait."""
+
     def count(*seen):
         answers = iter(seen)
         monkeypatch.setattr(time_limits, "LOOK_SECONDS", 0.001)
@@ -120,10 +126,15 @@ def test_a_rank_that_others_wait_for_may_compute_for_longer_than_a_hang_takes_to
     assert "sum" not in report.failed and not any("error" in finding.found for finding in report.findings)
 
 
-@pytest.mark.parametrize(("source", "said"), [
-    (LOOP, ["still computing", "(in line 4 of yours, `while dist.get_rank() == 1:`"]),
-    (SLEEP, ["a hang: rank 1 is not in a collective (in line 5 of yours", "rank 0 waits for it in all_reduce"]),
-    (GROUP, ["a hang: ", "rank 1"])], ids=["loop", "sleep", "new_group on one rank"])
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (LOOP, ["still computing", "(in line 4 of yours, `while dist.get_rank() == 1:`"]),
+        (SLEEP, ["a hang: rank 1 is not in a collective (in line 5 of yours", "rank 0 waits for it in all_reduce"]),
+        (GROUP, ["a hang: ", "rank 1"]),
+    ],
+    ids=["loop", "sleep", "new_group on one rank"],
+)
 def test_who_never_returns_is_told_and_the_launch_is_not_ended_for_it(source, said, monkeypatch):
     monkeypatch.setattr(checking, "SECONDS_PER_CASE", 1.0)
     monkeypatch.setattr(checking, "SECONDS_OF_CPU", 1.0)

@@ -50,8 +50,16 @@ class Model(torch.nn.Linear):
 
 
 def trainer(folder, **more):
-    arguments = TrainingArguments(str(folder / "out"), per_device_train_batch_size=1, use_cpu=True, report_to="none",
-                                  save_strategy="no", disable_tqdm=True, logging_strategy="no", num_train_epochs=1)
+    arguments = TrainingArguments(
+        str(folder / "out"),
+        per_device_train_batch_size=1,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_strategy="no",
+        num_train_epochs=1,
+    )
     return Trainer(Model(), arguments, train_dataset=Rows(folder, **more))
 
 
@@ -127,9 +135,30 @@ print("steps", trainer.global_step, "watching", watch.training.watch is not None
 @pytest.mark.parametrize(("how", "said"), [("ends", "steps 4 watching False"), ("raise", "steps 2 watching False")])
 def test_lightning_begins_and_ends_the_watch(tmp_path, how, said):
     """The release of the package index, in a folder of its own."""
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path / "lightning",
-                    "lightning", "lightning-utilities", "torchmetrics", "pytorch-lightning"], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--target",
+            tmp_path / "lightning",
+            "lightning",
+            "lightning-utilities",
+            "torchmetrics",
+            "pytorch-lightning",
+        ],
+        check=True,
+    )
     (tmp_path / "train.py").write_text(LIGHTNING)
-    done = subprocess.run([sys.executable, "train.py", how], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"PYTHONPATH": f"{tmp_path / 'lightning'}:{ROOT}"})
+    done = subprocess.run(
+        [sys.executable, "train.py", how],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path / 'lightning'}:{ROOT}"},
+    )
     assert said in done.stdout and ("raised a bad row" in done.stdout) == (how == "raise"), done.stderr

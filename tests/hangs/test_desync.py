@@ -22,10 +22,25 @@ from course_lib.training.callbacks.guards import guards
 from course_lib.training.run import build_trainer
 from tests.narrow_presets import WIDTH, narrow_presets  # noqa: F401
 
-QUICK = {"model": "tiny-bert", "training_type": "accelerated", "max_train_samples": 24, "max_eval_samples": 8,
-         "max_length": 16, "max_steps": 4, "batch_size": 2, "logging_steps": 100, "progress_bar": False,
-         "device": "cpu", "learning_rate": 1e-3, "save_steps": 0, "eval_steps": 0, "keep_best": False,
-         "desync_steps": 2, "tracker": "none", "watchdog": 0}
+QUICK = {
+    "model": "tiny-bert",
+    "training_type": "accelerated",
+    "max_train_samples": 24,
+    "max_eval_samples": 8,
+    "max_length": 16,
+    "max_steps": 4,
+    "batch_size": 2,
+    "logging_steps": 100,
+    "progress_bar": False,
+    "device": "cpu",
+    "learning_rate": 1e-3,
+    "save_steps": 0,
+    "eval_steps": 0,
+    "keep_best": False,
+    "desync_steps": 2,
+    "tracker": "none",
+    "watchdog": 0,
+}
 
 
 # --- the comparison itself, on three ranks ---
@@ -33,8 +48,12 @@ QUICK = {"model": "tiny-bert", "training_type": "accelerated", "max_train_sample
 
 def weights(seed=0):
     torch.manual_seed(seed)
-    return {"table": torch.randn(5000, 4), "bias": torch.randn(3), "half": torch.randn(300).bfloat16(),
-            "mask": torch.ones(7, dtype=torch.bool)}
+    return {
+        "table": torch.randn(5000, 4),
+        "bias": torch.randn(3),
+        "half": torch.randn(300).bfloat16(),
+        "mask": torch.ones(7, dtype=torch.bool),
+    }
 
 
 def nothing(tensors):
@@ -90,8 +109,10 @@ def test_every_bit_counts_in_a_full_comparison_and_the_copy_that_differs_is_name
     said = every[0]
     assert every == [said] * 3, "every rank says the same"
     assert said.pop("nothing") is None and len(said) == len(CHANGES) - 1
-    assert all(" of rank 1 is not that of ranks 0, 2, by up to " in line and line.endswith(": mend it")
-               for line in said.values())
+    assert all(
+        " of rank 1 is not that of ranks 0, 2, by up to " in line and line.endswith(": mend it")
+        for line in said.values()
+    )
     assert "`table` of rank 1" in said["one_bit"] and "(1 of 4 tensors differ)" in said["one_bit"]
     assert float(said["one_bit"].split("by up to ")[1].split()[0]) < 1e-6
     assert "`bias` of rank 1" in said["swapped"]
@@ -106,8 +127,12 @@ def test_a_sample_finds_what_moves_a_whole_tensor_at_once_and_a_single_bit_in_ti
     tensors, changed = weights(), weights()
     one_bit(changed)
     stride = tensors["table"].numel() // 64
-    seen = [offset for offset in range(stride) if replicas(tensors, "", elements=64, offset=offset).digest
-            != replicas(changed, "", elements=64, offset=offset).digest]
+    seen = [
+        offset
+        for offset in range(stride)
+        if replicas(tensors, "", elements=64, offset=offset).digest
+        != replicas(changed, "", elements=64, offset=offset).digest
+    ]
     assert len(seen) == 1, "as the offset goes round, each element has its turn"
 
 
@@ -136,8 +161,9 @@ def said_of_facts():
         "of another part": ({"`stage`": str(min(rank, 1))}, min(rank, 1)),
         "within a part": ({"`stage`": str(rank)}, min(rank, 1)),
     }
-    return {name: heard(lambda each=each, part=part: [topic(each, "mend it", part)])
-            for name, (each, part) in facts.items()}
+    return {
+        name: heard(lambda each=each, part=part: [topic(each, "mend it", part)]) for name, (each, part) in facts.items()
+    }
 
 
 def test_facts_are_told_with_every_ranks_value():
@@ -220,6 +246,7 @@ def run(config, plant):
 
 def trained(tmp_path, runs, ranks=2):
     """What each of several runs gave on each rank; one after another on the same ranks."""
+
     def all_runs():
         torch.set_num_threads(1)
         return {name: train(tmp_path / name.replace(" ", "-"), **run) for name, run in runs.items()}
@@ -231,25 +258,36 @@ def trained(tmp_path, runs, ranks=2):
 OFF = {"desync_check": "off", "desync_steps": 100}
 DISAGREEMENTS = {
     "config": ({"rank_1": {"learning_rate": 2e-3}}, "`learning_rate` is 0.001 on rank 0 and 0.002 on rank 1"),
-    "data": ({"plant": ("on_connect", another_label)},
-             "the data's fingerprint is .* on rank 0 and 000000000000 on rank 1"),
-    "frozen": ({"plant": ("on_connect", frozen)},
-               "`classifier.bias` is (3,) float32 trained on rank 0 and (3,) float32 frozen on rank 1"),
-    "dtype": ({"plant": ("on_connect", another_type)},
-              f"(3, {WIDTH}) float32 trained on rank 0 and (3, {WIDTH}) float64 trained on rank 1"),
-    "shape": ({"plant": ("on_connect", wider)},
-              f"(3, {WIDTH}) float32 trained on rank 0 and (4, {WIDTH}) float32 trained"),
+    "data": (
+        {"plant": ("on_connect", another_label)},
+        "the data's fingerprint is .* on rank 0 and 000000000000 on rank 1",
+    ),
+    "frozen": (
+        {"plant": ("on_connect", frozen)},
+        "`classifier.bias` is (3,) float32 trained on rank 0 and (3,) float32 frozen on rank 1",
+    ),
+    "dtype": (
+        {"plant": ("on_connect", another_type)},
+        f"(3, {WIDTH}) float32 trained on rank 0 and (3, {WIDTH}) float64 trained on rank 1",
+    ),
+    "shape": (
+        {"plant": ("on_connect", wider)},
+        f"(3, {WIDTH}) float32 trained on rank 0 and (4, {WIDTH}) float32 trained",
+    ),
     "step": ({"plant": ("on_train_begin", ahead)}, "the step is 0 on rank 0 and 3 on rank 1"),
-    "parameters": ({"plant": ("on_step_end", moved)},
-                   "word_embeddings.weight` of rank 1 is not that of rank 0, by up to 0.5 (1 of 73 tensors differ)"),
+    "parameters": (
+        {"plant": ("on_step_end", moved)},
+        "word_embeddings.weight` of rank 1 is not that of rank 0, by up to 0.5 (1 of 73 tensors differ)",
+    ),
 }
 
 
 def test_each_disagreement_of_a_run_is_named_and_goes_unnoticed_without_the_guard(tmp_path):
     runs = {name: dict(run) for name, (run, _) in DISAGREEMENTS.items()}
     silent = ("config", "parameters")
-    ends = trained(tmp_path, {"healthy": {}} | runs | {f"unguarded {name}": runs[name] | {"options": OFF}
-                                                       for name in silent})
+    ends = trained(
+        tmp_path, {"healthy": {}} | runs | {f"unguarded {name}": runs[name] | {"options": OFF} for name in silent}
+    )
     assert ends["healthy"][0] == ends["healthy"][1] and ends["healthy"][0][0] == 4
     for name in silent:
         (steps, first), (others, second) = ends[f"unguarded {name}"]
@@ -292,13 +330,23 @@ def test_what_is_sharded_is_not_compared_and_what_is_held_alike_is(tmp_path):
 
 def test_the_copies_of_a_stage_are_compared_with_each_other_alone(tmp_path):
     """Two pipelines of two ranks: ranks 1 and 3 hold the second stage."""
-    options = {"training_type": "pipeline", "data_parallel_size": 2, "pipeline_parallel_size": 2, "desync_steps": 1,
-               "max_steps": 2, "pipeline_chunks": 2}
-    ends = trained(tmp_path, {
-        "healthy": {"options": options},
-        "zero1": {"options": options | {"strategy": "zero1"}},
-        "planted": {"options": options, "plant": ("on_step_end", moved, 3)},
-    }, ranks=4)
+    options = {
+        "training_type": "pipeline",
+        "data_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "desync_steps": 1,
+        "max_steps": 2,
+        "pipeline_chunks": 2,
+    }
+    ends = trained(
+        tmp_path,
+        {
+            "healthy": {"options": options},
+            "zero1": {"options": options | {"strategy": "zero1"}},
+            "planted": {"options": options, "plant": ("on_step_end", moved, 3)},
+        },
+        ranks=4,
+    )
     for name in ("healthy", "zero1"):
         first, second, *copies = ends[name]
         assert [first, second] == copies and first != second and first[0] == 2

@@ -16,11 +16,29 @@ from course_lib.training.run import build_trainer
 from tests.forked_process import import_deepspeed
 from tests.narrow_presets import narrow_presets  # noqa: F401
 
-FULL = {"model": "tiny-bert", "training_type": "accelerated", "engine": "deepspeed", "max_train_samples": 24,
-        "max_eval_samples": 8, "max_length": 16, "max_steps": 4, "batch_size": 2, "logging_steps": 100,
-        "progress_bar": False, "device": "cpu", "mixed_precision": "no", "learning_rate": 1e-3, "save_steps": 0,
-        "eval_steps": 0, "keep_best": False, "tracker": "none", "watchdog": 0, "desync_check": "full",
-        "desync_steps": 2, "lean_buffers": True}  # or a model as small as this is whole on every rank of zero3
+FULL = {
+    "model": "tiny-bert",
+    "training_type": "accelerated",
+    "engine": "deepspeed",
+    "max_train_samples": 24,
+    "max_eval_samples": 8,
+    "max_length": 16,
+    "max_steps": 4,
+    "batch_size": 2,
+    "logging_steps": 100,
+    "progress_bar": False,
+    "device": "cpu",
+    "mixed_precision": "no",
+    "learning_rate": 1e-3,
+    "save_steps": 0,
+    "eval_steps": 0,
+    "keep_best": False,
+    "tracker": "none",
+    "watchdog": 0,
+    "desync_check": "full",
+    "desync_steps": 2,
+    "lean_buffers": True,
+}  # or a model as small as this is whole on every rank of zero3
 CHANGED = "classifier.weight"
 
 
@@ -130,10 +148,15 @@ def test_a_copy_that_differs_is_named_and_goes_unnoticed_without_the_guard(ends)
     (_, weights, _), (_, others, _) = ends["zero1 unguarded"]
     assert weights != others
     for name in ("zero1 changed", "zero2 changed"):
-        assert ends[name][0] == ends[name][1] == (
-            f"ranks disagree after step 2 (they agreed before the first step): `{CHANGED}` of rank 1 is not that of "
-            "rank 0, by up to 0.5 (1 of 73 tensors differ): look for what that rank alone does, and resume from a "
-            "checkpoint before it")
+        assert (
+            ends[name][0]
+            == ends[name][1]
+            == (
+                f"ranks disagree after step 2 (they agreed before the first step): `{CHANGED}` of rank 1 is not that of "
+                "rank 0, by up to 0.5 (1 of 73 tensors differ): look for what that rank alone does, and resume from a "
+                "checkpoint before it"
+            )
+        )
 
 
 def test_a_copy_changed_between_two_comparisons_is_replaced_by_the_next_step(ends):
@@ -148,5 +171,7 @@ def test_shards_have_no_copy_to_be_compared_with_and_the_rest_is_compared(ends):
     assert ends["zero3 changed"][0][:2] == ends["zero3 changed"][1][:2]
     assert ends["zero3 changed"][0][1] != ends["zero3"][0][1]
     for own, line in zip((2, 3), ends["zero3 ahead"], strict=True):  # each says when by its own count
-        assert line.startswith(f"ranks disagree after step {own} (they agreed before the first step): "
-                               "the step is 2 on rank 0 and 3 on rank 1: ")
+        assert line.startswith(
+            f"ranks disagree after step {own} (they agreed before the first step): "
+            "the step is 2 on rank 0 and 3 on rank 1: "
+        )

@@ -40,20 +40,51 @@ from tests.waiting import until
 SECONDS = 5.0
 
 
-def call(sequence, name="all_reduce", state=ENDED, stream="0", shape=(4,), dtype="float32", ranks=(0, 1), line=10,
-         at=None, peer=None, root=None):
-    return Call(serial=sequence, stream=stream, sequence=sequence, name=name, shape=shape, dtype=dtype, tensors=1,
-                ranks=ranks, peer=peer, root=root, file="train.py", line=line, step=sequence,
-                at=float(sequence if at is None else at), state=state)
+def call(
+    sequence,
+    name="all_reduce",
+    state=ENDED,
+    stream="0",
+    shape=(4,),
+    dtype="float32",
+    ranks=(0, 1),
+    line=10,
+    at=None,
+    peer=None,
+    root=None,
+):
+    return Call(
+        serial=sequence,
+        stream=stream,
+        sequence=sequence,
+        name=name,
+        shape=shape,
+        dtype=dtype,
+        tensors=1,
+        ranks=ranks,
+        peer=peer,
+        root=root,
+        file="train.py",
+        line=line,
+        step=sequence,
+        at=float(sequence if at is None else at),
+        state=state,
+    )
 
 
 def rank(number, *calls, life="running", **more):
     orders = {}
     for each in calls:
         orders[digest(each.stream)] = max(each.sequence, orders.get(digest(each.stream), 0))
-    return RankSnapshot(number, life, pid=100 + number, host="here", calls=calls, orders=orders,
-                        **{"stalled": 9.0, "placed_at": 99.0, "words": {"file": "train.py", "line": 70 + number},
-                           **more})
+    return RankSnapshot(
+        number,
+        life,
+        pid=100 + number,
+        host="here",
+        calls=calls,
+        orders=orders,
+        **{"stalled": 9.0, "placed_at": 99.0, "words": {"file": "train.py", "line": 70 + number}, **more},
+    )
 
 
 def blamed(*sightings):
@@ -62,8 +93,15 @@ def blamed(*sightings):
 
 def test_a_rank_that_has_not_come_is_elsewhere_stopped_dead_or_has_left():
     waits = rank(0, call(1), call(2, state=WAITED_FOR, line=20))
-    for life, what in (("running", "elsewhere"), ("stopped", "stopped"), ("dead", "dead"), ("silent", "dead"),
-                       ("failed", "dead"), ("left", "behind"), ("unseen", "behind")):
+    for life, what in (
+        ("running", "elsewhere"),
+        ("stopped", "stopped"),
+        ("dead", "dead"),
+        ("silent", "dead"),
+        ("failed", "dead"),
+        ("left", "behind"),
+        ("unseen", "behind"),
+    ):
         missing = rank(1, call(1), life=life)
         assert blamed(waits, missing) == [(1, what, "all_reduce", 2, 71)], life
         sentence = diagnose([waits, missing])[0].sentence
@@ -105,26 +143,32 @@ def test_the_rank_that_differs_from_the_others_is_mismatched():
 
 def test_of_two_ranks_the_one_that_left_the_pattern_is_mismatched():
     def history(*lines, waits=True):
-        return [call(i, line=line, shape=(line,), state=WAITED_FOR if waits and i == len(lines) else ENDED)
-                for i, line in enumerate(lines, start=1)]
+        return [
+            call(i, line=line, shape=(line,), state=WAITED_FOR if waits and i == len(lines) else ENDED)
+            for i, line in enumerate(lines, start=1)
+        ]
 
     assert blamed(rank(0, *history(10, 20, 10, 20)), rank(1, *history(10, 20, 10, 10))) == [
-        (1, "mismatched", "all_reduce", 4, 10)]
+        (1, "mismatched", "all_reduce", 4, 10)
+    ]
     assert blamed(rank(0, *history(10, 20, 10, 30)), rank(1, *history(10, 20, 10, 20))) == [
-        (0, "mismatched", "all_reduce", 4, 30)]
+        (0, "mismatched", "all_reduce", 4, 30)
+    ]
     assert [v[0] for v in blamed(rank(0, *history(10)), rank(1, *history(20)))] == [0, 1], "nothing tells who is right"
 
 
 def test_root_and_group_are_told_where_they_are_all_that_differs():
-    (one, other) = diagnose([rank(0, call(1, "broadcast", WAITED_FOR, root=0)),
-                             rank(1, call(1, "broadcast", WAITED_FOR, root=1))])
+    (one, other) = diagnose(
+        [rank(0, call(1, "broadcast", WAITED_FOR, root=0)), rank(1, call(1, "broadcast", WAITED_FOR, root=1))]
+    )
     assert "issued broadcast #1 from rank 0 of float32 (4,)" in one.sentence
     assert "where rank 1 broadcast #1 from rank 1 of float32 (4,)" in one.sentence and other.rank == 1
     groups = [dataclasses.replace(call(1, state=WAITED_FOR, stream=name), axis=f"group {name}") for name in "ab"]
     told = diagnose([rank(0, groups[0]), rank(1, groups[1])])
     assert [verdict.sentence for verdict in told] == [
         "rank 0 waits for rank 1 in all_reduce #1 over group a (ranks 0, 1) of float32 (4,) at train.py:10",
-        "rank 1 waits for rank 0 in all_reduce #1 over group b (ranks 0, 1) of float32 (4,) at train.py:10"]
+        "rank 1 waits for rank 0 in all_reduce #1 over group b (ranks 0, 1) of float32 (4,) at train.py:10",
+    ]
     assert describe(call(1, "reduce", root=3)) == "reduce #1 to rank 3 of float32 (4,)"
     many = dataclasses.replace(call(1, ranks=tuple(range(64))), axis="dp")
     assert describe(many) == "all_reduce #1 over dp (64 ranks from 0 to 63) of float32 (4,)"
@@ -132,8 +176,10 @@ def test_root_and_group_are_told_where_they_are_all_that_differs():
 
 def test_of_two_ranks_whose_histories_speak_for_each_both_are_named():
     def history(*lines):
-        return [call(i, line=line, shape=(line,), state=WAITED_FOR if i == len(lines) else ENDED)
-                for i, line in enumerate(lines, start=1)]
+        return [
+            call(i, line=line, shape=(line,), state=WAITED_FOR if i == len(lines) else ENDED)
+            for i, line in enumerate(lines, start=1)
+        ]
 
     # Either may follow 10: here 20 did, there 30.
     found = diagnose([rank(0, *history(10, 20, 10, 20)), rank(1, *history(10, 30, 10, 30))])
@@ -142,6 +188,7 @@ def test_of_two_ranks_whose_histories_speak_for_each_both_are_named():
 
 def test_where_nobody_waits_in_a_call_nobody_is_blamed_early():
     """As before the first one, where all import and build; ten times as long is too long there too."""
+
     def both(stalled):
         return [rank(number, call(1), stalled=stalled) for number in range(2)]
 
@@ -151,8 +198,13 @@ def test_where_nobody_waits_in_a_call_nobody_is_blamed_early():
 
 
 def test_a_rank_that_a_mismatch_killed_is_not_just_dead():
-    found = diagnose([rank(0, call(1), call(2, state=WAITED_FOR)), rank(1, call(1), call(2, shape=(9,)), life="dead"),
-                      rank(2, call(1), call(2, state=WAITED_FOR))])
+    found = diagnose(
+        [
+            rank(0, call(1), call(2, state=WAITED_FOR)),
+            rank(1, call(1), call(2, shape=(9,)), life="dead"),
+            rank(2, call(1), call(2, state=WAITED_FOR)),
+        ]
+    )
     assert [(v.rank, v.what) for v in found] == [(1, "mismatched")] and "has died of it" in found[0].sentence
 
 
@@ -171,7 +223,8 @@ def test_a_receive_waits_for_its_send():
     assert blamed(rank(0, p2p("recv", 1, 0)), rank(1)) == [(1, "elsewhere", "recv", 1, 71)]
     sent = rank(1, p2p("send", 1, 0, state=ENDED), call(1, stream="1", ranks=(1, 2), state=WAITED_FOR))
     assert blamed(rank(0, p2p("recv", 1, 0, 1, ENDED), p2p("recv", 1, 0, 2)), sent, rank(2)) == [
-        (2, "elsewhere", "all_reduce", 1, 72)], "through rank 1, which waits itself"
+        (2, "elsewhere", "all_reduce", 1, 72)
+    ], "through rank 1, which waits itself"
 
 
 def test_ranks_that_wait_in_a_circle_are_all_named():
@@ -190,14 +243,15 @@ def test_a_receive_posted_ahead_holds_nobody_up():
 
 def test_in_a_circle_of_groups_the_rank_that_no_wait_holds_up_is_the_one():
     prefetched = rank(1, call(1, stream="1", state=ISSUED))
-    assert blamed(rank(0, call(1, stream="2", state=WAITED_FOR)), prefetched) == [
-        (1, "elsewhere", "all_reduce", 1, 71)]
+    assert blamed(rank(0, call(1, stream="2", state=WAITED_FOR)), prefetched) == [(1, "elsewhere", "all_reduce", 1, 71)]
 
 
 def test_nobody_is_blamed_where_all_have_come():
     assert diagnose([rank(n, call(1, state=WAITED_FOR)) for n in range(2)]) == ()
-    assert blamed(rank(0, call(1)), rank(1, call(1))) == [(0, "elsewhere", "all_reduce", 1, 70),
-                                                          (1, "elsewhere", "all_reduce", 1, 71)]
+    assert blamed(rank(0, call(1)), rank(1, call(1))) == [
+        (0, "elsewhere", "all_reduce", 1, 70),
+        (1, "elsewhere", "all_reduce", 1, 71),
+    ]
 
 
 def test_a_hang_is_one_when_those_to_blame_have_stood_still_too():
@@ -241,8 +295,9 @@ class Simulation:
                     self.waiting[number], self.until[number] = False, self.now + self.work(number)
                     self.progressed[number] = self.now
             elif self.now >= self.until[number]:
-                self.calls[number].append(call(len(self.calls[number]) + 1, state=WAITED_FOR, at=self.now,
-                                               ranks=tuple(range(self.size))))
+                self.calls[number].append(
+                    call(len(self.calls[number]) + 1, state=WAITED_FOR, at=self.now, ranks=tuple(range(self.size)))
+                )
                 self.waiting[number], self.progressed[number] = True, self.now
             else:
                 self.progressed[number] = self.now  # busy
@@ -277,8 +332,18 @@ def test_no_accusation_in_200_slow_but_healthy_runs_and_the_culprit_in_200_that_
 def page_of(*steps):
     page = RankState()
     for serial, (stream, sequence) in enumerate(steps, start=1):
-        text = {"stream": stream, "name": "all_reduce", "shape": [2, 3], "dtype": "float32", "tensors": 1, "peer": None,
-                "root": None, "file": "a.py", "line": serial, "ranks": spans(tuple(range(0, 64, 8)))}
+        text = {
+            "stream": stream,
+            "name": "all_reduce",
+            "shape": [2, 3],
+            "dtype": "float32",
+            "tensors": 1,
+            "peer": None,
+            "root": None,
+            "file": "a.py",
+            "line": serial,
+            "ranks": spans(tuple(range(0, 64, 8))),
+        }
         page.write_call(serial, sequence, float(serial), serial - 1, stream, json.dumps(text).encode())
     return page
 
@@ -320,13 +385,21 @@ def test_what_was_cut_short_is_left_out():
     assert (len(whole.calls), whole.words) == (2, {"file": "a.py"}) and (len(cut.calls), cut.words) == (2, {})
 
 
-@pytest.mark.parametrize(("path", "ranks"), [
-    ("train.py", (0, 1)), ("/home/проект/" * 60 + "train.py", (0, 1)), ("train.py", (*range(200), 999)),
-    ("/home/проект/" * 60 + "train.py", (*range(200), 999))])
+@pytest.mark.parametrize(
+    ("path", "ranks"),
+    [
+        ("train.py", (0, 1)),
+        ("/home/проект/" * 60 + "train.py", (0, 1)),
+        ("train.py", (*range(200), 999)),
+        ("/home/проект/" * 60 + "train.py", (*range(200), 999)),
+    ],
+)
 def test_a_call_fits_into_its_place_by_the_end_of_its_path_and_then_without_its_ranks(path, ranks, monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 1000)
-    page, group = RankState(), SimpleNamespace(
-        rank=lambda: 0, size=lambda: len(ranks), group_desc="mesh_" + "x" * 100, group_name="1")
+    page, group = (
+        RankState(),
+        SimpleNamespace(rank=lambda: 0, size=lambda: len(ranks), group_desc="mesh_" + "x" * 100, group_name="1"),
+    )
     recorder = FlightRecorder(page)
     recorder._groups["0"] = ranks
     key = "allreduce_", (2, 3), torch.float32, 1, "0", None, None, False, 0, 7
@@ -340,10 +413,18 @@ def test_a_call_fits_into_its_place_by_the_end_of_its_path_and_then_without_its_
     assert len(read(page).calls) == 2
 
 
-@pytest.mark.parametrize(("state", "declared", "life", "shown"), [
-    (RUNNING, False, "dead", "dead"), (LEFT, False, "dead", "left"), (FAILED, False, "running", "failed"),
-    (FAILED, False, "dead", "dead"), (RUNNING, False, "stopped", "stopped"), (LEFT, False, "running", "left"),
-    (RUNNING, True, "dead", "running")])
+@pytest.mark.parametrize(
+    ("state", "declared", "life", "shown"),
+    [
+        (RUNNING, False, "dead", "dead"),
+        (LEFT, False, "dead", "left"),
+        (FAILED, False, "running", "failed"),
+        (FAILED, False, "dead", "dead"),
+        (RUNNING, False, "stopped", "stopped"),
+        (LEFT, False, "running", "left"),
+        (RUNNING, True, "dead", "running"),
+    ],
+)
 def test_who_left_or_was_ended_by_its_watchdog_did_not_die_in_training(state, declared, life, shown):
     page = page_of(("0", 1))
     page.write_flags(state, declared, reported=False)
@@ -357,6 +438,7 @@ def test_boards_on_one_machine_and_on_two(monkeypatch, machine):
     monkeypatch.setattr("course_lib.hangs.rank_state_exchange.POST_SECONDS", 0.05)
     boards = []
     for number in range(2):
+
         def named(page, number=number):
             return dataclasses.replace(own(page), machine="one" if machine == "one" else f"machine {number}")
 
@@ -419,10 +501,19 @@ def test_work_is_told_from_waiting():
     until_it_is(busy=False, spins=False)
 
 
-@pytest.mark.parametrize(("own", "child", "moved", "busy", "spinning_busy"), [
-    ((0.4, 0.0), 0.0, 0, False, False), ((0.6, 0.0), 0.0, 0, True, False), ((0.1, 0.5), 0.0, 0, True, False),
-    ((0.01, 9.0), 0.0, 0, False, False), ((0.0, 0.0), 0.4, 0, False, False), ((0.0, 0.0), 0.6, 0, True, True),
-    ((0.0, 0.0), 0.0, 9 << 20, False, False), ((0.0, 0.0), 0.0, 11 << 20, True, True)])
+@pytest.mark.parametrize(
+    ("own", "child", "moved", "busy", "spinning_busy"),
+    [
+        ((0.4, 0.0), 0.0, 0, False, False),
+        ((0.6, 0.0), 0.0, 0, True, False),
+        ((0.1, 0.5), 0.0, 0, True, False),
+        ((0.01, 9.0), 0.0, 0, False, False),
+        ((0.0, 0.0), 0.4, 0, False, False),
+        ((0.0, 0.0), 0.6, 0, True, True),
+        ((0.0, 0.0), 0.0, 9 << 20, False, False),
+        ((0.0, 0.0), 0.0, 11 << 20, True, True),
+    ],
+)
 def test_a_twentieth_of_the_time_or_a_mebibyte_a_second_is_work(monkeypatch, own, child, moved, busy, spinning_busy):
     """Of ten seconds: on a core, in the queue for one (ten times its time on it at most), bytes read and written."""
     for spins, wanted in ((False, busy), (True, spinning_busy)):
@@ -431,10 +522,12 @@ def test_a_twentieth_of_the_time_or_a_mebibyte_a_second_is_work(monkeypatch, own
         assert Activity().is_busy(spins) == wanted
 
 
-@pytest.mark.parametrize(("state", "busy", "spinning_busy"), [
-    ("S", False, False), ("R", True, False), ("D", True, True)])
-def test_a_main_thread_that_waits_for_a_core_or_a_disk_works_although_it_got_none(monkeypatch, state, busy,
-                                                                                   spinning_busy):
+@pytest.mark.parametrize(
+    ("state", "busy", "spinning_busy"), [("S", False, False), ("R", True, False), ("D", True, True)]
+)
+def test_a_main_thread_that_waits_for_a_core_or_a_disk_works_although_it_got_none(
+    monkeypatch, state, busy, spinning_busy
+):
     monkeypatch.setattr(liveness, "_stat", lambda pid: [state])
     monkeypatch.setattr(Activity, "_measure", lambda self: (time.monotonic(), {}, {}, 0))
     seen = {}
@@ -450,8 +543,7 @@ def test_a_main_thread_that_waits_for_a_core_or_a_disk_works_although_it_got_non
     assert not Activity().is_busy(spins=False), "who looks at itself runs"
 
 
-@pytest.mark.parametrize(("shown", "seconds"), [
-    ("0:01.50", 1.5), ("00:02:03", 123), ("1-02:03:04", 93784)])
+@pytest.mark.parametrize(("shown", "seconds"), [("0:01.50", 1.5), ("00:02:03", 123), ("1-02:03:04", 93784)])
 def test_the_times_of_ps(shown, seconds):
     """As macOS and Linux write them."""
     assert liveness._seconds(shown) == seconds

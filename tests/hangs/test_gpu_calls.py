@@ -34,21 +34,58 @@ from tests.torch_versions import ERRORS_OF_BACKENDS, needs
 GPU = torch.device("cuda", 0)
 
 
-def call(serial, sequence=1, name="all_reduce", stream="0", state=WAITED_FOR, waited=None, batch=0, peer=None,
-         ranks=(0, 1), on_gpu=True):
+def call(
+    serial,
+    sequence=1,
+    name="all_reduce",
+    stream="0",
+    state=WAITED_FOR,
+    waited=None,
+    batch=0,
+    peer=None,
+    ranks=(0, 1),
+    on_gpu=True,
+):
     """Waited for at once, unless `waited` says something else."""
     waited = serial if waited is None and state == WAITED_FOR else waited or 0
-    return Call(serial=serial, stream=stream, sequence=sequence, name=name, shape=(4,), dtype="float32", tensors=1,
-                ranks=ranks, peer=peer, root=None, file="train.py", line=serial, step=0, at=float(serial), state=state,
-                on_gpu=on_gpu, batch=batch, waited=waited)
+    return Call(
+        serial=serial,
+        stream=stream,
+        sequence=sequence,
+        name=name,
+        shape=(4,),
+        dtype="float32",
+        tensors=1,
+        ranks=ranks,
+        peer=peer,
+        root=None,
+        file="train.py",
+        line=serial,
+        step=0,
+        at=float(serial),
+        state=state,
+        on_gpu=on_gpu,
+        batch=batch,
+        waited=waited,
+    )
 
 
 def rank(number, *calls, **more):
     orders = {}
     for each in calls:
         orders[digest(each.stream)] = max(each.sequence, orders.get(digest(each.stream), 0))
-    return RankSnapshot(number, "running", pid=100 + number, host="here", calls=calls, orders=orders, stalled=9.0,
-                        placed_at=99.0, words={"file": "train.py", "line": 70 + number}, **more)
+    return RankSnapshot(
+        number,
+        "running",
+        pid=100 + number,
+        host="here",
+        calls=calls,
+        orders=orders,
+        stalled=9.0,
+        placed_at=99.0,
+        words={"file": "train.py", "line": 70 + number},
+        **more,
+    )
 
 
 def p2p(serial, kind, source, target, sequence=1, **more):
@@ -70,16 +107,20 @@ def test_a_host_that_is_ahead_waits_in_the_first_call_that_has_not_ended():
 
 def test_all_have_issued_everything_and_the_gpus_wait_in_a_circle():
     def crossed(on_gpu):
-        return [rank(number, *(call(n, stream=stream, on_gpu=on_gpu) for n, stream in enumerate(order, start=1)))
-                for number, order in enumerate(("ab", "ba"))]
+        return [
+            rank(number, *(call(n, stream=stream, on_gpu=on_gpu) for n, stream in enumerate(order, start=1)))
+            for number, order in enumerate(("ab", "ba"))
+        ]
 
     assert blamed(*crossed(True)) == [(0, "behind", "all_reduce", 1), (1, "behind", "all_reduce", 1)]
     assert diagnose(crossed(False)) == (), "a CPU's calls stand in no queue"
 
 
 def test_calls_that_no_stream_waits_for_stand_before_none_of_another_group():
-    apart = [rank(0, call(1, stream="a", state=ISSUED), call(2, stream="b", state=ISSUED)),
-             rank(1, call(1, stream="b", state=ISSUED), call(2, stream="a", state=ISSUED))]
+    apart = [
+        rank(0, call(1, stream="a", state=ISSUED), call(2, stream="b", state=ISSUED)),
+        rank(1, call(1, stream="b", state=ISSUED), call(2, stream="a", state=ISSUED)),
+    ]
     assert diagnose(apart) == ()
     same = [rank(0, call(1, 1, state=ISSUED), call(2, 2, state=ISSUED)), rank(1, call(1, 1, state=ISSUED))]
     assert blamed(*same) == [], "the first stands before the second, and to it both have come"
@@ -97,8 +138,10 @@ def test_sends_before_receives_deadlock_on_a_gpu_though_all_are_issued():
     first = rank(0, p2p(1, "send", 0, 1), p2p(2, "recv", 1, 0))
     second = rank(1, p2p(1, "send", 1, 0), p2p(2, "recv", 0, 1))
     assert blamed(first, second) == [(0, "behind", "send", 1), (1, "behind", "send", 1)]
-    together = [rank(n, p2p(1, "send", n, 1 - n, batch=1, waited=2), p2p(2, "recv", 1 - n, n, batch=1, waited=2))
-                for n in range(2)]
+    together = [
+        rank(n, p2p(1, "send", n, 1 - n, batch=1, waited=2), p2p(2, "recv", 1 - n, n, batch=1, waited=2))
+        for n in range(2)
+    ]
     assert diagnose(together) == (), "those of a batch run side by side"
 
 
@@ -108,9 +151,15 @@ def test_a_send_that_nobody_waits_for_holds_up_what_stands_behind_it():
     assert blamed(rank(0, p2p(1, "send", 0, 1, state=ISSUED)), rank(1)) == [(1, "elsewhere", None, None)]
 
 
-@pytest.mark.parametrize(("spins", "culprits"), [
-    ((True, False), [(1, "elsewhere")]), ((False, True), [(0, "elsewhere")]),
-    ((True, True), [(0, "behind"), (1, "behind")]), ((False, False), [(0, "behind"), (1, "behind")])])
+@pytest.mark.parametrize(
+    ("spins", "culprits"),
+    [
+        ((True, False), [(1, "elsewhere")]),
+        ((False, True), [(0, "elsewhere")]),
+        ((True, True), [(0, "behind"), (1, "behind")]),
+        ((False, False), [(0, "behind"), (1, "behind")]),
+    ],
+)
 def test_in_a_circle_the_rank_whose_host_does_not_wait_for_its_gpu_is_the_one(spins, culprits):
     """Stage 1 was to send a gradient back, and its host does something else; its GPU waits for the next activation."""
     stages = [rank(n, p2p(1, "recv", 1 - n, n), spins=spins[n]) for n in range(2)]
@@ -134,8 +183,21 @@ def test_who_stands_still_and_keeps_a_core_busy_spins():
 
 def test_the_oldest_open_calls_are_kept_until_they_have_ended():
     page, total = RankState(), CALLS + KEPT + 5
-    text = json.dumps({"name": "all_reduce", "stream": "0", "shape": [], "dtype": None, "tensors": 1, "peer": None,
-                       "root": None, "file": None, "line": 1, "ranks": [0, 1], "on_gpu": True}).encode()
+    text = json.dumps(
+        {
+            "name": "all_reduce",
+            "stream": "0",
+            "shape": [],
+            "dtype": None,
+            "tensors": 1,
+            "peer": None,
+            "root": None,
+            "file": None,
+            "line": 1,
+            "ranks": [0, 1],
+            "on_gpu": True,
+        }
+    ).encode()
     for serial in range(1, total + 1):
         if serial > CALLS:
             page.keep(serial - CALLS)
@@ -282,8 +344,10 @@ def test_the_tap_tells_captures_and_batches_and_leaves_nothing_behind(monkeypatc
     monkeypatch.setattr(dist.ProcessGroup, "_end_coalescing", lambda group, device: works["closed"])
     monkeypatch.setattr(dist.Work, "unbox", staticmethod(lambda boxed: works[boxed]))
     before = torch.cuda.CUDAGraph.capture_begin, dist.ProcessGroup._start_coalescing, dist.Work.wait
-    listener = SimpleNamespace(issuing=lambda operator, args: (args[0], collective_hooks.batch()),
-                               issued=lambda note, work: told.append((*note, work)))
+    listener = SimpleNamespace(
+        issuing=lambda operator, args: (args[0], collective_hooks.batch()),
+        issued=lambda note, work: told.append((*note, work)),
+    )
     collective_hooks.listen(listener)
     try:
         monkeypatch.setattr(torch.ops.c10d.send.default, "redispatch", lambda keyset, *args: args[1], raising=False)
@@ -301,8 +365,12 @@ def test_the_tap_tells_captures_and_batches_and_leaves_nothing_behind(monkeypatc
     finally:
         collective_hooks.leave(listener)
     number = told[1][1]
-    assert told == [("first", 0, "a Work"), ("second", number, "the batch's Work"),
-                    ("third", number, "the batch's Work"), ("fourth", 0, None)]
+    assert told == [
+        ("first", 0, "a Work"),
+        ("second", number, "the batch's Work"),
+        ("third", number, "the batch's Work"),
+        ("fourth", 0, None),
+    ]
     assert before == (torch.cuda.CUDAGraph.capture_begin, dist.ProcessGroup._start_coalescing, dist.Work.wait)
 
 
@@ -351,8 +419,9 @@ def test_the_records_are_nccls_where_the_build_has_them(monkeypatch):
 def group_that_says(error):
     backend = SimpleNamespace(get_error=lambda: getattr(torch._C._distributed_c10d.ErrorType, error))
     made = {"cuda": backend, "cpu": SimpleNamespace()}
-    return SimpleNamespace(_device_types=[torch.device("cpu"), torch.device("cuda")],
-                           _get_backend=lambda device: made[device.type])
+    return SimpleNamespace(
+        _device_types=[torch.device("cpu"), torch.device("cuda")], _get_backend=lambda device: made[device.type]
+    )
 
 
 @needs(ERRORS_OF_BACKENDS)
@@ -368,8 +437,7 @@ def test_the_watchdog_reports_as_soon_as_nccl_has_noted_an_error(tmp_path, monke
     monkeypatch.setattr(watchdog, "backend_records", lambda: {"entries": [1]})
     with Watchdog(600, tmp_path, ends=False, holds_sigterm=False) as dog:
         assert dog._reported.wait(80)
-    report, = read_reports(tmp_path)
+    (report,) = read_reports(tmp_path)
     assert report.backend_error == "COMM_ERROR" and report.summary.endswith("NCCL reports COMM_ERROR")
     assert "NCCL reports COMM_ERROR" in (tmp_path / "hang-rank0.txt").read_text()
     assert json.loads((tmp_path / "hang-rank0.json").read_text())["backend"] == {"entries": [1]}
-

@@ -43,14 +43,32 @@ LINES = {text.strip(): number for number, text in enumerate(SCRIPT.splitlines(),
 def watch(folder, fault, seconds):
     (folder / "train.py").write_text(SCRIPT)
     return subprocess.run(
-        [sys.executable, "-m", "course_lib", "watch", "--seconds", str(seconds), "--", BIN / "torchrun", "--standalone",
-         "--nproc-per-node", "2", "train.py", fault], cwd=folder, capture_output=True, text=True, timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+        [
+            sys.executable,
+            "-m",
+            "course_lib",
+            "watch",
+            "--seconds",
+            str(seconds),
+            "--",
+            BIN / "torchrun",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "train.py",
+            fault,
+        ],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
 
 
 def last_word(done):
     """Of the command itself."""
-    return done.stderr[done.stderr.rindex("course watch: "):]
+    return done.stderr[done.stderr.rindex("course watch: ") :]
 
 
 def test_a_hang_is_named_by_rank_collective_file_and_line(tmp_path):
@@ -70,7 +88,8 @@ def test_a_rank_that_never_comes_to_its_process_group_is_named(tmp_path):
     sleeping, joining = LINES["time.sleep(599)"], LINES['dist.init_process_group("gloo")']
     assert done.returncode == EXIT_HUNG and last_word(done).startswith(
         f"course watch: rank 1 has not come to init_process_group; it is at train.py:{sleeping}; rank 0 waits for it "
-        f"at train.py:{joining}"), done.stderr
+        f"at train.py:{joining}"
+    ), done.stderr
     with zipfile.ZipFile(tmp_path / "course-watch.zip") as bundle:
         assert "time.sleep(599)" in bundle.read("hang-rank0.txt").decode()
     assert {path.name for path in tmp_path.iterdir()} == {"course-watch", "course-watch.zip", "train.py"}

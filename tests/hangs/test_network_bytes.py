@@ -50,8 +50,10 @@ def counted(port):
 
 def test_what_is_downloaded_counts_and_what_peers_and_the_store_send_does_not(download):
     child, port, receive = download
-    everybody, of_peers, of_the_store, of_a_host = (Traffic(lambda peers=peers: peers) for peers in (
-        Peers(), Peers(pids={child}), Peers(ports={port}), Peers(addresses={"127.0.0.1"})))
+    everybody, of_peers, of_the_store, of_a_host = (
+        Traffic(lambda peers=peers: peers)
+        for peers in (Peers(), Peers(pids={child}), Peers(ports={port}), Peers(addresses={"127.0.0.1"}))
+    )
     for traffic in (everybody, of_peers, of_the_store, of_a_host):
         assert not traffic.is_busy([os.getpid()], now=0.0)
     receive(2 * BUSY_BYTES)

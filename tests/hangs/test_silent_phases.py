@@ -68,8 +68,14 @@ def upload(seconds, rate, folder):
 
 def compile_(seconds, rate, folder):
     """By another process, as a compiler is one."""
-    subprocess.run([sys.executable, "-c", f"import time; end = time.monotonic() + {seconds}\n"
-                    "while time.monotonic() < end: sum(range(1000))"], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import time; end = time.monotonic() + {seconds}\nwhile time.monotonic() < end: sum(range(1000))",
+        ],
+        check=True,
+    )
 
 
 def evaluation(seconds, rate, folder):
@@ -94,14 +100,30 @@ def debugger(seconds, rate, folder):
 def suspended(seconds, rate, folder):
     """All ranks, as by Ctrl-Z or a laptop that sleeps; a process in a session of its own wakes them."""
     pids = [int(path.name.removeprefix("pid")) for path in folder.glob("pid*")]
-    subprocess.run([sys.executable, "-c", "import os, sys, time\npids = list(map(int, sys.argv[2:]))\n"
-                    "[os.kill(pid, 19) for pid in pids]\ntime.sleep(float(sys.argv[1]))\n"
-                    "[os.kill(pid, 18) for pid in pids]", str(seconds), *map(str, pids)], start_new_session=True,
-                   check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os, sys, time\npids = list(map(int, sys.argv[2:]))\n"
+            "[os.kill(pid, 19) for pid in pids]\ntime.sleep(float(sys.argv[1]))\n"
+            "[os.kill(pid, 18) for pid in pids]",
+            str(seconds),
+            *map(str, pids),
+        ],
+        start_new_session=True,
+        check=True,
+    )
 
 
-DO = {"compile": compile_, "download": download, "upload": upload, "evaluation": evaluation, "saving": saving,
-      "debugger": debugger, "suspended": suspended}
+DO = {
+    "compile": compile_,
+    "download": download,
+    "upload": upload,
+    "evaluation": evaluation,
+    "saving": saving,
+    "debugger": debugger,
+    "suspended": suspended,
+}
 
 
 def phases(seed, folder):
@@ -118,8 +140,11 @@ def phases(seed, folder):
                 DO[kind](seconds, rate, folder)
             dist.barrier()
             if (folder / "hang").exists():
-                return kind, rate, [verdict.sentence for report in read_reports(folder / "hang")
-                                    for verdict in report.verdicts]
+                return (
+                    kind,
+                    rate,
+                    [verdict.sentence for report in read_reports(folder / "hang") for verdict in report.verdicts],
+                )
     return None
 
 

@@ -126,15 +126,23 @@ def test_the_culprit_its_collective_and_its_place_are_named(fault, tmp_path, mon
     else:
         assert writers == {0, 1, 2} - died
     for report in reports:
-        verdict, = report.verdicts
+        (verdict,) = report.verdicts
         assert (verdict.rank, verdict.what, verdict.collective, verdict.sequence) == (
-            CULPRIT, what, collective, sequence), report
+            CULPRIT,
+            what,
+            collective,
+            sequence,
+        ), report
         assert verdict.file == HERE and (mark is None or verdict.line == line_of(mark))
         assert [state.rank for state in report.states] == [0, 1, 2]
         waiting = report.states[0]
         if fault != "shape":
             assert (waiting.collective, waiting.sequence, waiting.shape, waiting.line) == (
-                "all_reduce", 7, (4,), line_of("reduces"))
+                "all_reduce",
+                7,
+                (4,),
+                line_of("reduces"),
+            )
             assert waiting.step == FAULTY - 1 and waiting.group == (0, 1, 2)
             assert f"line {line_of('reduces')}, in train" in report.stacks
         assert report.states[CULPRIT].alive == (fault != "dead") or fault == "shape"
@@ -171,8 +179,14 @@ def works(folder):
             torch.ones(100, 100) @ torch.ones(100, 100)
 
     def compiles():
-        subprocess.run([sys.executable, "-c", f"import time; end = time.monotonic() + {2 * SECONDS}\n"
-                                              "while time.monotonic() < end: pass"], check=True)
+        subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                f"import time; end = time.monotonic() + {2 * SECONDS}\nwhile time.monotonic() < end: pass",
+            ],
+            check=True,
+        )
 
     def saves():
         end, block = time.monotonic() + 2 * SECONDS, os.urandom(1 << 20)
@@ -272,8 +286,10 @@ def test_work_without_end_is_accused(tmp_path):
 
 
 def calls_of(page):
-    return [(call.name, call.line, call.state == ENDED)
-            for call in read_page(page.memory[:], 0, 1, "", "running", 0.0).calls]
+    return [
+        (call.name, call.line, call.state == ENDED)
+        for call in read_page(page.memory[:], 0, 1, "", "running", 0.0).calls
+    ]
 
 
 def seen():
@@ -343,8 +359,9 @@ def test_sigterm_is_held_back_for_the_report_and_no_longer(holds, tmp_path):
     with pytest.raises(RankError) as error:
         launch(ends_on_request, holds, tmp_path, num_processes=2, timeout=200, stream=False)
     assert error.value.rank == 1 and (tmp_path / "still there").exists() == holds
-    assert error.value.failure.summary == ("exited with code 143 before the function returned" if holds
-                                           else "was killed by SIGTERM")
+    assert error.value.failure.summary == (
+        "exited with code 143 before the function returned" if holds else "was killed by SIGTERM"
+    )
 
 
 def hangs_alone(folder, ends):
@@ -357,8 +374,8 @@ def hangs_alone(folder, ends):
 def test_one_process_without_a_group_is_watched_too(tmp_path):
     (tmp_path / "hang-rank3.json").write_text(json.dumps({"left by": "an earlier run with more ranks"}))
     os.utime(tmp_path / "hang-rank3.json", (1, 1))
-    report, = launch(hangs_alone, tmp_path, False, num_processes=1, timeout=480, stream=False)[0]
-    verdict, = report.verdicts
+    (report,) = launch(hangs_alone, tmp_path, False, num_processes=1, timeout=480, stream=False)[0]
+    (verdict,) = report.verdicts
     assert (verdict.rank, verdict.what, verdict.file) == (0, "elsewhere", HERE)
     with pytest.raises(RankError) as error:
         launch(hangs_alone, tmp_path / "ended", True, num_processes=1, timeout=480, stream=False)

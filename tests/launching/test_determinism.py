@@ -71,10 +71,37 @@ def test_what_was_asked_for_before_is_put_back():
         torch.use_deterministic_algorithms(False)
 
 
-RUN = ("train", "--training_type", "basic", "--model", "tiny-bert", "--device", "cpu", "--max_train_samples", "16",
-       "--max_eval_samples", "9", "--max_length", "16", "--batch_size", "4", "--max_steps", "3", "--logging_steps", "1",
-       "--save_steps", "0", "--eval_steps", "0", "--keep_best", "false", "--baselines", "false",
-       "--progress_bar", "false")
+RUN = (
+    "train",
+    "--training_type",
+    "basic",
+    "--model",
+    "tiny-bert",
+    "--device",
+    "cpu",
+    "--max_train_samples",
+    "16",
+    "--max_eval_samples",
+    "9",
+    "--max_length",
+    "16",
+    "--batch_size",
+    "4",
+    "--max_steps",
+    "3",
+    "--logging_steps",
+    "1",
+    "--save_steps",
+    "0",
+    "--eval_steps",
+    "0",
+    "--keep_best",
+    "false",
+    "--baselines",
+    "false",
+    "--progress_bar",
+    "false",
+)
 
 
 def weights_of(folder, *options):
@@ -162,8 +189,10 @@ def test_workers_draw_by_rank_worker_and_epoch_and_the_rank_itself_is_left_alone
     every = first + draws(1, [0, 1])
     assert len({draw for _, _, draw in every}) == len(every) == 16
 
-    plain = DataLoader(range(4), batch_size=2, num_workers=2, collate_fn=lambda rows: drawn()[2],
-                       generator=torch.Generator())
-    again = DataLoader(range(4), batch_size=2, num_workers=2, collate_fn=lambda rows: drawn()[2],
-                       generator=torch.Generator())
+    plain = DataLoader(
+        range(4), batch_size=2, num_workers=2, collate_fn=lambda rows: drawn()[2], generator=torch.Generator()
+    )
+    again = DataLoader(
+        range(4), batch_size=2, num_workers=2, collate_fn=lambda rows: drawn()[2], generator=torch.Generator()
+    )
     assert list(plain) == list(again), "torch's own seeds are the same on every rank that seeds its loader alike"

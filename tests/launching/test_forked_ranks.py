@@ -96,8 +96,11 @@ def test_a_signal_amid_the_start_of_a_rank_reaches_it_too(tmp_path, monkeypatch,
 
     names = iter(("first", "the last"))
     monkeypatch.setattr(multiprocessing.context.ForkProcess, "_Popen", staticmethod(signalled))
-    monkeypatch.setattr(multiprocessing.context.ForkContext, "Process", staticmethod(
-        lambda **options: multiprocessing.context.ForkProcess(name=next(names), **options)))
+    monkeypatch.setattr(
+        multiprocessing.context.ForkContext,
+        "Process",
+        staticmethod(lambda **options: multiprocessing.context.ForkProcess(name=next(names), **options)),
+    )
     done = threading.Event()
     thread = threading.Thread(target=done.wait)
     if others:

@@ -114,7 +114,7 @@ def collected():
 
 
 def test_a_rank_looks_for_garbage_in_what_it_makes_itself_alone():
-    (kept, own), = launch(collected, num_processes=1, timeout=240)
+    ((kept, own),) = launch(collected, num_processes=1, timeout=240)
     assert kept > 100_000 > own
 
 
@@ -224,8 +224,14 @@ def test_output_can_be_dropped(capsys):
 
 def test_a_character_may_come_in_parts_and_of_a_rewritten_line_the_last_state_counts(capsys):
     shown = LabelledOutput(2)
-    for from_rank, part in ((0, b"\xc3"), (1, b"\xe2\x82"), (0, b"\xa4\n"), (1, b"\xac\n"),
-                            (0, b" 10 %\r 55 %"), (0, b"\r100 %\r\n")):
+    for from_rank, part in (
+        (0, b"\xc3"),
+        (1, b"\xe2\x82"),
+        (0, b"\xa4\n"),
+        (1, b"\xac\n"),
+        (0, b" 10 %\r 55 %"),
+        (0, b"\r100 %\r\n"),
+    ):
         shown.feed(from_rank, part)
     assert capsys.readouterr().out.splitlines() == ["[rank 0] ä", "[rank 1] €", "[rank 0] 100 %"]
 
@@ -247,11 +253,17 @@ def test_the_first_cause_is_raised_at_once_with_its_traceback():
     assert "in fail_on_one" in str(error.value)
 
 
-@pytest.mark.parametrize(("lost", "is_one"), [
-    (urllib.error.URLError(ConnectionRefusedError(111, "Connection refused")), False),
-    (BrokenPipeError(32, "Broken pipe"), False), (RuntimeError("upload: connection reset by peer"), False),
-    (RuntimeError("[gloo/transport/tcp/pair.cc:554] Connection closed by peer"), True),
-    (torch.distributed.DistNetworkError("Connection reset by peer"), True)], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    ("lost", "is_one"),
+    [
+        (urllib.error.URLError(ConnectionRefusedError(111, "Connection refused")), False),
+        (BrokenPipeError(32, "Broken pipe"), False),
+        (RuntimeError("upload: connection reset by peer"), False),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:554] Connection closed by peer"), True),
+        (torch.distributed.DistNetworkError("Connection reset by peer"), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
 def test_a_connection_that_is_not_the_ranks_own_is_the_first_cause_itself(lost, is_one):
     """A tracking server's or a pipe's says nothing of other ranks."""
     try:
@@ -285,10 +297,13 @@ def test_a_users_mistake_is_raised_as_it_was():
 
 
 @pytest.mark.usefixtures("either")
-@pytest.mark.parametrize(("end", "told"), [
-    (lambda: os._exit(7), "rank 1 exited with code 7"),
-    (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 was killed by SIGKILL"),
-])
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (lambda: os._exit(7), "rank 1 exited with code 7"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 1 was killed by SIGKILL"),
+    ],
+)
 def test_a_rank_that_dies_is_named(end, told):
     def die():
         if rank() == 1:
@@ -335,6 +350,7 @@ def test_how_a_rank_died_is_told_by_the_launcher_where_it_was_too_late_to_look(m
 
 def test_of_two_deaths_that_are_seen_at_once_a_watchdogs_is_the_consequence(monkeypatch, tmp_path):
     """A busy machine may show the launcher both only when rank 0's watchdog has reported rank 1's death, and ended."""
+
     def ends():
         (tmp_path / f"started{rank()}").write_text(str(os.getpid()))
         while rank() == 0 and not has_ended(1):
@@ -435,10 +451,12 @@ def test_what_cannot_be_returned_is_named():
 
 
 def test_a_reader_that_goes_away_ends_the_ranks():
-    code = ("from course_lib.launching.launch import launch\n"
-            "def talk():\n"
-            "    while True: print('x' * 1000)\n"
-            "launch(talk, timeout=2400)")
+    code = (
+        "from course_lib.launching.launch import launch\n"
+        "def talk():\n"
+        "    while True: print('x' * 1000)\n"
+        "launch(talk, timeout=2400)"
+    )
     shell = f"{sys.executable} -c {shlex.quote(code)} | head -n 3"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=320, check=False)
     assert done.stdout.count("\n") == 3 and "BrokenPipeError" in done.stderr
@@ -496,15 +514,17 @@ def test_a_script_and_what_it_changes_between_launches(tmp_path):
     script.write_text(CALLER)
     for folder in folders:
         folder.mkdir()
-    done = subprocess.run([sys.executable, str(script), "forkserver", *map(str, folders)], capture_output=True,
-                          text=True, timeout=320)
+    done = subprocess.run(
+        [sys.executable, str(script), "forkserver", *map(str, folders)], capture_output=True, text=True, timeout=320
+    )
     assert done.stdout == "done\n", done.stderr
 
 
 def ended(number):
     """Exit code of a caller that gets a signal while its ranks wait, and what of its processes is left."""
-    caller = subprocess.Popen([sys.executable, "-c", CALLER, "forkserver"], stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, text=True)
+    caller = subprocess.Popen(
+        [sys.executable, "-c", CALLER, "forkserver"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     for _ in range(2):
         assert caller.stdout.readline().startswith("[rank")
     below = psutil.Process(caller.pid).children(recursive=True)
@@ -540,8 +560,9 @@ def test_where_the_fork_server_cannot_serve_ranks_are_spawned_and_a_line_says_so
     monkeypatch.setattr(forks, "accelerators", lambda: 1)
     monkeypatch.setattr(forks, "_prove", os.close)  # fails, with a Connection for an argument
     assert forks.default_start_method() == "spawn"
-    assert capsys.readouterr().out == ("a process of the fork server cannot train (it died): the ranks are spawned, "
-                                       "which takes some seconds each\n")
+    assert capsys.readouterr().out == (
+        "a process of the fork server cannot train (it died): the ranks are spawned, which takes some seconds each\n"
+    )
 
 
 def test_an_accelerator_that_the_course_does_not_use_is_named(monkeypatch, capsys):
@@ -575,11 +596,13 @@ def test_spawned_ranks():
 
 
 def test_from_a_notebook_cell(tmp_path):
-    cells = ["import os\nfrom course_lib.launching.launch import launch\nimport torch",
-             "factor = 3\ndef work(x):\n    print('working')\n    return int(os.environ['RANK']) + factor * x",
-             "print(launch(work, 2))",
-             "def bad():\n    raise KeyError('missing')\ntry:\n    launch(bad)\nexcept Exception as error:\n"
-             "    print(type(error).__name__, error)"]
+    cells = [
+        "import os\nfrom course_lib.launching.launch import launch\nimport torch",
+        "factor = 3\ndef work(x):\n    print('working')\n    return int(os.environ['RANK']) + factor * x",
+        "print(launch(work, 2))",
+        "def bad():\n    raise KeyError('missing')\ntry:\n    launch(bad)\nexcept Exception as error:\n"
+        "    print(type(error).__name__, error)",
+    ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, tmp_path / "in.ipynb")

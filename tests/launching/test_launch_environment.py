@@ -13,14 +13,25 @@ STEP = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
 BATCH = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
 
 
-@pytest.mark.parametrize(("environ", "num_processes", "told"), [
-    (STEP, None, "Slurm has 4 tasks"), (STEP, 4, "Slurm has 4 tasks"), (STEP, 1, ""),
-    (BATCH | {"SLURM_PROCID": "3"}, None, "the one numbered 3 has no rank"),
-    (BATCH, None, "Slurm has 4 tasks"), (BATCH, 4, ""), (BATCH | {"SLURM_STEP_NUM_TASKS": "1"}, None, ""),
-    ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None, ""), ({"SLURM_NTASKS": "4"}, None, ""), ({}, None, ""),
-    ({"OMPI_COMM_WORLD_SIZE": "2"}, None, "mpirun started 2 copies"), ({"PMI_SIZE": "2"}, 2, "mpirun started 2"),
-    ({"PMI_SIZE": "1"}, None, ""), ({"OMPI_COMM_WORLD_SIZE": "2"}, 1, ""),
-])
+@pytest.mark.parametrize(
+    ("environ", "num_processes", "told"),
+    [
+        (STEP, None, "Slurm has 4 tasks"),
+        (STEP, 4, "Slurm has 4 tasks"),
+        (STEP, 1, ""),
+        (BATCH | {"SLURM_PROCID": "3"}, None, "the one numbered 3 has no rank"),
+        (BATCH, None, "Slurm has 4 tasks"),
+        (BATCH, 4, ""),
+        (BATCH | {"SLURM_STEP_NUM_TASKS": "1"}, None, ""),
+        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None, ""),
+        ({"SLURM_NTASKS": "4"}, None, ""),
+        ({}, None, ""),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, None, "mpirun started 2 copies"),
+        ({"PMI_SIZE": "2"}, 2, "mpirun started 2"),
+        ({"PMI_SIZE": "1"}, None, ""),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, 1, ""),
+    ],
+)
 def test_copies_without_ranks(environ, num_processes, told):
     if not told:
         check_copies(num_processes, environ)
@@ -38,11 +49,16 @@ def test_ranks_that_have_a_number_are_no_copies(monkeypatch):
         to_start(LaunchEnvironment(), None)
 
 
-@pytest.mark.parametrize(("environ", "share"), [
-    ({}, None), ({"SLURM_CPUS_PER_TASK": "3"}, 3), ({"SLURM_CPUS_PER_TASK": "3", "SLURM_STEP_NUM_TASKS": "2"}, 3),
-    ({"SLURM_CPUS_PER_TASK": "3", "SLURM_TASKS_PER_NODE": "4(x2),1"}, 12),
-    ({"SLURM_CPUS_PER_TASK": "3", "SLURM_TASKS_PER_NODE": "4", "SLURM_STEP_NUM_TASKS": "4"}, 3),
-])
+@pytest.mark.parametrize(
+    ("environ", "share"),
+    [
+        ({}, None),
+        ({"SLURM_CPUS_PER_TASK": "3"}, 3),
+        ({"SLURM_CPUS_PER_TASK": "3", "SLURM_STEP_NUM_TASKS": "2"}, 3),
+        ({"SLURM_CPUS_PER_TASK": "3", "SLURM_TASKS_PER_NODE": "4(x2),1"}, 12),
+        ({"SLURM_CPUS_PER_TASK": "3", "SLURM_TASKS_PER_NODE": "4", "SLURM_STEP_NUM_TASKS": "4"}, 3),
+    ],
+)
 def test_cores_that_slurm_gives(environ, share):
     assert cores.slurm_cores(environ) == share
 

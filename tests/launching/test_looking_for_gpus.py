@@ -9,8 +9,9 @@ VARIABLE = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 def in_a_new_process(program, **environment):
     around = {name: value for name, value in os.environ.items() if name != VARIABLE} | environment
-    return subprocess.run([sys.executable, "-c", program], env=around, capture_output=True, text=True, check=True,
-                          timeout=400).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", program], env=around, capture_output=True, text=True, check=True, timeout=400
+    ).stdout.strip()
 
 
 def test_torch_asks_the_management_library_once_the_course_is_imported():

@@ -35,8 +35,11 @@ LOOKS = {
     "straggler": [r"returned"] * 3,
     "NaN on one rank": [r"returned \[\d\.\d+, \d\.\d+, nan, nan\]"] * 3,
     "diverging parameters": [r"returned"] * 3,
-    "out of memory": ["was still waiting", r"can't allocate memory: you tried to allocate 536870912 bytes",
-                      "was still waiting"],
+    "out of memory": [
+        "was still waiting",
+        r"can't allocate memory: you tried to allocate 536870912 bytes",
+        "was still waiting",
+    ],
     "full disk": [r"raised RuntimeError: .*unexpected pos", "was still waiting", "was still waiting"],
 }
 CURED = {
@@ -87,8 +90,14 @@ def check_disk(broken, fixed):
     assert fixed.values == (fixed.values[0],) * RANKS
 
 
-CHECKS = {"different shapes": check_shapes, "deadlocked pipeline": check_pipeline, "straggler": check_straggler,
-          "NaN on one rank": check_nan, "diverging parameters": check_diverging, "full disk": check_disk}
+CHECKS = {
+    "different shapes": check_shapes,
+    "deadlocked pipeline": check_pipeline,
+    "straggler": check_straggler,
+    "NaN on one rank": check_nan,
+    "diverging parameters": check_diverging,
+    "full disk": check_disk,
+}
 
 
 def test_the_list_is_complete():

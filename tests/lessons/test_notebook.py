@@ -18,8 +18,10 @@ def shown(monkeypatch):
     return outputs
 
 
-@pytest.mark.parametrize(("predicted", "measured", "comparison"), [
-    (4, 3, "0.75 of the prediction"), (0, 0, "as predicted"), (0, 2e-7, "2e-07 above it"), (0, -3.6, "3.6 below it")])
+@pytest.mark.parametrize(
+    ("predicted", "measured", "comparison"),
+    [(4, 3, "0.75 of the prediction"), (0, 0, "as predicted"), (0, 2e-7, "2e-07 above it"), (0, -3.6, "3.6 below it")],
+)
 def test_a_measurement_stands_beside_its_prediction(shown, predicted, measured, comparison):
     notebook.predict("loss", predicted, "nats", because="so")
     notebook.measure("loss", measured, "nats")
@@ -36,8 +38,9 @@ def test_what_was_not_predicted_is_not_measured():
 def test_records_are_read_back_by_name(shown, tmp_path):
     notebook.record("ranks", [1, 2])
     notebook.record("right", True)
-    cells = [nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("display_data", data)])
-             for data in (*shown, shown[0])]
+    cells = [
+        nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("display_data", data)]) for data in (*shown, shown[0])
+    ]
     nbformat.write(nbformat.v4.new_notebook(cells=cells[:2]), tmp_path / "lesson.ipynb")
     assert notebook.recorded(tmp_path / "lesson.ipynb") == {"ranks": [1, 2], "right": True}
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "twice.ipynb")

@@ -111,9 +111,11 @@ def test_a_late_start_is_noticed(virtual, monkeypatch):
 
 def test_what_lesson_07_asks_to_try_comes_out_as_it_says():
     """W twice as long as I: ZB-H1's lead grows, a fitted table finds nothing better, ZB-V loses."""
+
     def bubbles(costs):
         found = search(RANKS, [MICROBATCHES], costs, names=["1f1b", "zb_h1", "zb_auto", "zbv"])
         return {candidate.name: candidate.timeline.bubble for candidate in found}
+
     even, heavy = bubbles(Costs(1, 1, 1)), bubbles(Costs(1, 1, 2))
     assert even["1f1b"] - even["zb_h1"] < heavy["1f1b"] - heavy["zb_h1"]
     assert even["1f1b"] == heavy["1f1b"] and heavy["zb_auto"] == heavy["zb_h1"]

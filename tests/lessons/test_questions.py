@@ -58,8 +58,10 @@ def test_the_button_keeps_an_answer_until_its_result_is_seen(answers, shown):
     again = asked()
     assert again.field.value == "1.5" and not again.field.disabled and "You: <b>1.5 MB</b>" in shown[-1]["text/html"]
     notebook.measure("ring", 1.6, "MB")
-    assert shown[-1]["text/plain"] == \
-        "ring: you: 1.5, the author: 2, measured: 1.6 MB (1.07 of your answer; 0.80 of the prediction)"
+    assert (
+        shown[-1]["text/plain"]
+        == "ring: you: 1.5, the author: 2, measured: 1.6 MB (1.07 of your answer; 0.80 of the prediction)"
+    )
     assert "you: 1.5, 1.07 of your answer; the author: 2, 0.80 of the prediction" in shown[-1]["text/html"]
     entry = json.loads(answers.read_text())["02_data_parallel"]["ring"]
     assert (entry["value"], entry["measured"], entry["close"]) == (1.5, 1.6, True)
@@ -138,8 +140,20 @@ def test_the_lesson_is_the_notebooks_own_name(tmp_path, monkeypatch):
     assert learner_files.answers_file().path == tmp_path / "my_answers.json"
 
 
-@pytest.mark.parametrize(("text", "value"), [("12", 12), ("1,000", 1000), ("0,5", 0.5), ("3/4", 0.75), ("1e9", 1e9),
-                                             ("40 %", 0.4), ("-2", -2), ("1_000", 1000), ("1,234.5", 1234.5)])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("12", 12),
+        ("1,000", 1000),
+        ("0,5", 0.5),
+        ("3/4", 0.75),
+        ("1e9", 1e9),
+        ("40 %", 0.4),
+        ("-2", -2),
+        ("1_000", 1000),
+        ("1,234.5", 1234.5),
+    ],
+)
 def test_numbers_as_people_write_them(text, value):
     assert questions.parsed(text) == pytest.approx(value)
 
@@ -150,11 +164,23 @@ def test_what_is_no_number(text):
         questions.parsed(text)
 
 
-@pytest.mark.parametrize(("answer", "value", "choices", "close"), [
-    (1.1, 1.0, (), True), (1.11, 1.0, (), False), (-1.0, 1.0, (), False), (0.0, 1e-8, (), True), (0.0, 0.01, (), False),
-    (2.0, 2.6, (1.0, 2.0, 4.0), True), (4.0, 2.6, (1.0, 2.0, 4.0), False), (True, True, (True, False), True),
-    (True, False, (True, False), False), ("rank 1", "rank 1", ("rank 0", "rank 1"), True),
-    (2.0, 2.2, (1.0, 2.0, "none of them"), True), ("none of them", 2.0, (1.0, 2.0, "none of them"), False)])
+@pytest.mark.parametrize(
+    ("answer", "value", "choices", "close"),
+    [
+        (1.1, 1.0, (), True),
+        (1.11, 1.0, (), False),
+        (-1.0, 1.0, (), False),
+        (0.0, 1e-8, (), True),
+        (0.0, 0.01, (), False),
+        (2.0, 2.6, (1.0, 2.0, 4.0), True),
+        (4.0, 2.6, (1.0, 2.0, 4.0), False),
+        (True, True, (True, False), True),
+        (True, False, (True, False), False),
+        ("rank 1", "rank 1", ("rank 0", "rank 1"), True),
+        (2.0, 2.2, (1.0, 2.0, "none of them"), True),
+        ("none of them", 2.0, (1.0, 2.0, "none of them"), False),
+    ],
+)
 def test_what_is_close(answer, value, choices, close):
     assert boxes.is_close(answer, value, choices) is close
 
@@ -197,8 +223,11 @@ def test_a_widget_has_a_picture_beside_it(shown, monkeypatch):
     notebook.show_widget(widget, "<svg/>")
     monkeypatch.setattr(learner_files, "is_live", lambda: False)
     notebook.show_widget(widget, "<b>here</b>")
-    assert [sorted(data) for data in shown] == [["application/vnd.jupyter.widget-view+json", "image/png", "text/plain"],
-        ["application/vnd.jupyter.widget-view+json", "image/svg+xml", "text/plain"], ["text/html", "text/plain"]]
+    assert [sorted(data) for data in shown] == [
+        ["application/vnd.jupyter.widget-view+json", "image/png", "text/plain"],
+        ["application/vnd.jupyter.widget-view+json", "image/svg+xml", "text/plain"],
+        ["text/html", "text/plain"],
+    ]
 
 
 def test_the_stored_copy_has_no_widgets():
@@ -211,10 +240,12 @@ def test_the_stored_copy_has_no_widgets():
 
 
 def test_a_headless_run_has_the_question_and_the_authors_answer_folded(tmp_path):
-    cells = ("from course_lib.lessons.notebook import measure, predict, show_widget\n"
-             "from ipywidgets import IntSlider, VBox",
-             "predict('ring', 2.0, 'MB', ask='How many bytes?', because='two halves');",
-             "measure('ring', 2.2, 'MB');", "show_widget(VBox([IntSlider()]), '<i>a slider</i>')")
+    cells = (
+        "from course_lib.lessons.notebook import measure, predict, show_widget\nfrom ipywidgets import IntSlider, VBox",
+        "predict('ring', 2.0, 'MB', ask='How many bytes?', because='two halves');",
+        "measure('ring', 2.2, 'MB');",
+        "show_widget(VBox([IntSlider()]), '<i>a slider</i>')",
+    )
     path = tmp_path / "02_data_parallel.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells]), path)
     papermill.execute_notebook(str(path), str(path), cwd=str(tmp_path), kernel_name="python3", progress_bar=False)

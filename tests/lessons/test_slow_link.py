@@ -59,6 +59,7 @@ def test_every_step_is_told_and_the_median_is_shown():
 
 # --- A link of a stated latency and rate -----------------------------------------------------------------------------
 
+
 def test_a_link_takes_its_latency_and_its_bytes():
     assert Link(0.5).seconds(1e9) == 0.5 and Link(0.5, 100.0).seconds(200) == 2.5
 
@@ -99,7 +100,8 @@ def real_and_paper(forward, link):
 def test_the_engine_waits_as_long_as_on_paper(forward):
     """A slow link, one that is as quick as a block, and a quick one; the engine asks and waits in the paper's order."""
     link = Link(0.1, sizes(small_gpt2(LAYERS, 32)).block / 2 / 0.9)  # a block's gather takes 1 s
-    for (waited, paper), (waited_less, paper_less) in launch(real_and_paper, forward, link, num_processes=2,
-                                                             timeout=400, device="cpu"):
+    for (waited, paper), (waited_less, paper_less) in launch(
+        real_and_paper, forward, link, num_processes=2, timeout=400, device="cpu"
+    ):
         assert [waited, waited_less] == pytest.approx([paper, paper_less], abs=1e-4), "the clock counts microseconds"
         assert waited_less < waited

@@ -30,8 +30,11 @@ def test_bytes_of_weights_gradients_and_adam():
     model(torch.ones(ROWS, WIDTH)).sum().backward()
     optimizer.step()
     steps = 2 * FLOAT  # a count of steps for the weight and one for the bias
-    assert bytes_by_kind(model, optimizer) == {"parameters": weights, "gradients": weights,
-                                               "optimizer states": 2 * weights + steps}
+    assert bytes_by_kind(model, optimizer) == {
+        "parameters": weights,
+        "gradients": weights,
+        "optimizer states": 2 * weights + steps,
+    }
 
 
 def test_a_tied_weight_counts_once():
@@ -88,10 +91,21 @@ def test_checkpointing_leaves_the_input_only():
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    return build_trainer(build({
-        "model": "tiny-bert", "training_type": "basic", "max_train_samples": 48, "max_eval_samples": 16,
-        "max_length": 16, "batch_size": 4, "mixed_precision": "no", "lr_scheduler": "constant",
-        "output_dir": str(folder)}))[0]
+    return build_trainer(
+        build(
+            {
+                "model": "tiny-bert",
+                "training_type": "basic",
+                "max_train_samples": 48,
+                "max_eval_samples": 16,
+                "max_length": 16,
+                "batch_size": 4,
+                "mixed_precision": "no",
+                "lr_scheduler": "constant",
+                "output_dir": str(folder),
+            }
+        )
+    )[0]
 
 
 def two_batches(trainer):

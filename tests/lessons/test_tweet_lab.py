@@ -11,8 +11,14 @@ from course_lib.lessons.tweet_lab import Tweets, confusion_counts, macro_f1, tel
 
 
 def scored(losses, labels="aab", answers="aab"):
-    return pd.DataFrame({"text": [f"row {number}" for number in range(len(losses))], "loss": losses,
-                         "label": list(labels), "predicted": list(answers)})
+    return pd.DataFrame(
+        {
+            "text": [f"row {number}" for number in range(len(losses))],
+            "loss": losses,
+            "label": list(labels),
+            "predicted": list(answers),
+        }
+    )
 
 
 def test_rows_that_are_hard_for_both_models_cancel_in_the_paired_error():
@@ -21,8 +27,9 @@ def test_rows_that_are_hard_for_both_models_cancel_in_the_paired_error():
     assert found["gap"] == pytest.approx(0.4 / 3)
     spread = math.sqrt(sum((d - 0.4 / 3) ** 2 for d in (0.1, 0.2, 0.1)) / 2)
     assert found["paired"] == pytest.approx(spread / math.sqrt(3))
-    separate = math.hypot(1 / math.sqrt(3), math.sqrt(((0.2 - 3.7 / 3) ** 2 + (1.3 - 3.7 / 3) ** 2
-                                                       + (2.2 - 3.7 / 3) ** 2) / 2 / 3))
+    separate = math.hypot(
+        1 / math.sqrt(3), math.sqrt(((0.2 - 3.7 / 3) ** 2 + (1.3 - 3.7 / 3) ** 2 + (2.2 - 3.7 / 3) ** 2) / 2 / 3)
+    )
     assert found["separate"] == pytest.approx(separate) and found["paired"] < 0.1 * found["separate"]
 
 
@@ -38,8 +45,16 @@ def test_macro_f1_counts_a_class_that_is_never_answered():
 
 
 def test_a_seed_draws_the_head_and_the_order_and_a_model_is_scored_row_by_row(tmp_path):
-    config = build({"model": "tiny-bert", "training_type": "basic", "max_length": 16, "device": "cpu",
-                    "tracker": "none", "output_dir": str(tmp_path / "never")})
+    config = build(
+        {
+            "model": "tiny-bert",
+            "training_type": "basic",
+            "max_length": 16,
+            "device": "cpu",
+            "tracker": "none",
+            "output_dir": str(tmp_path / "never"),
+        }
+    )
     tweets = Tweets(config, rows=70)
     one, order = tweets.fresh(1), tweets.batches(3, 4)
     again, same = tweets.fresh(1), tweets.batches(3, 4)

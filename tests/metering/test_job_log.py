@@ -17,10 +17,17 @@ from course_lib.metering.job_log import begin
 from tests.torch_versions import FSDP2_ON_CPUS, needs
 
 WIDTH, ROWS, UNITS = 16, 4, 2
-THEIRS = {"all_reduce": "all_reduce", "allreduce_": "all_reduce", "all_gather_into_tensor": "all_gather",
-          "_allgather_base_": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
-          "_reduce_scatter_base_": "reduce_scatter", "broadcast_": "broadcast", "all_to_all_single": "all_to_all",
-          "alltoall_base_": "all_to_all"}
+THEIRS = {
+    "all_reduce": "all_reduce",
+    "allreduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "_allgather_base_": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "all_to_all_single": "all_to_all",
+    "alltoall_base_": "all_to_all",
+}
 
 
 def counts(mode):
@@ -35,8 +42,9 @@ def sharded_and_split(folder):
     """On 2 x 2 ranks a model that FSDP2 shards over dp and tensor parallelism splits over tp; and calls by hand."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-                           for _ in range(UNITS)])
+    model = nn.ModuleList(
+        [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)) for _ in range(UNITS)]
+    )
     for block in model:
         parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         fully_shard(block, mesh=mesh["dp"])
@@ -51,9 +59,14 @@ def sharded_and_split(folder):
         dist.all_reduce(torch.ones(8))
         dist.broadcast(torch.ones(8), 1)
     tool.end(None)
-    held = {"parameters": sum(p.to_local().nbytes for p in model.parameters()),
-            "states": sum(v.to_local().nbytes if hasattr(v, "to_local") else v.nbytes
-                          for state in optimizer.state.values() for v in state.values())}
+    held = {
+        "parameters": sum(p.to_local().nbytes for p in model.parameters()),
+        "states": sum(
+            v.to_local().nbytes if hasattr(v, "to_local") else v.nbytes
+            for state in optimizer.state.values()
+            for v in state.values()
+        ),
+    }
     dist.all_reduce(torch.ones(8))  # not of the job any more
     return counts(mode), held
 
@@ -80,7 +93,9 @@ def test_axes_have_the_names_of_the_mesh_and_the_bytes_of_the_formula(job):
     rows = {(row["axis"], row["collective"]): row for row in job_report.table(logs)}
     local = UNITS * (WIDTH * WIDTH // 2 + WIDTH // 2 + WIDTH * WIDTH // 2 + WIDTH) * 4  # of a tp rank, float32
     assert rows["dp", "all_gather"]["groups"] == [(0, 2), (1, 3)] and rows["tp", "all_reduce"]["groups"] == [
-        (0, 1), (2, 3)]
+        (0, 1),
+        (2, 3),
+    ]
     assert rows["dp", "reduce_scatter"]["bytes"] == local and rows["dp", "reduce_scatter"]["sent"] == local // 2
     forwards = UNITS * ROWS * WIDTH * 4
     assert rows["tp", "all_reduce"]["bytes"] >= forwards and rows["tp", "all_reduce"]["bytes"] % (ROWS * WIDTH) == 0
@@ -93,5 +108,8 @@ def test_memory_is_that_of_the_optimizer(job):
     returned, logs = job
     for log, (_, held) in zip(logs, returned, strict=True):
         assert len(log.step_ends) == 1
-        assert log.held == {"parameters": held["parameters"], "gradients": held["parameters"],
-                            "optimizer states": held["states"]}
+        assert log.held == {
+            "parameters": held["parameters"],
+            "gradients": held["parameters"],
+            "optimizer states": held["states"],
+        }

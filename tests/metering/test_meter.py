@@ -78,9 +78,16 @@ def own_calls():
         refusal = str(error)
     with Meter() as again:  # the refusal left nothing behind
         dist.all_reduce(whole)
-    return {"seen": named(meter), "sent": [c.sent for c in meter.collectives], "refusal": refusal,
-            "dtypes": [c.dtype for c in meter.collectives[:2]], "bytes_sent": meter.bytes_sent, "again": named(again),
-            "table": meter.table()[0], "total": meter.total("all_reduce")}
+    return {
+        "seen": named(meter),
+        "sent": [c.sent for c in meter.collectives],
+        "refusal": refusal,
+        "dtypes": [c.dtype for c in meter.collectives[:2]],
+        "bytes_sent": meter.bytes_sent,
+        "again": named(again),
+        "table": meter.table()[0],
+        "total": meter.total("all_reduce"),
+    }
 
 
 def replicated():
@@ -95,8 +102,14 @@ def replicated():
         wrapped(batch).sum().backward()
         optimizer.step()
     kinds = [span.name for span in meter.timeline if span.kind == "compute"]
-    return {"without": named(single), "seen": named(meter), "sent": meter.bytes_sent, "resident": meter.resident,
-            "compute": list(dict.fromkeys(kinds)), "spans": [(s.start, s.end) for s in meter.timeline]}
+    return {
+        "without": named(single),
+        "seen": named(meter),
+        "sent": meter.bytes_sent,
+        "resident": meter.resident,
+        "compute": list(dict.fromkeys(kinds)),
+        "spans": [(s.start, s.end) for s in meter.timeline],
+    }
 
 
 def sharded():
@@ -116,9 +129,15 @@ def sharded():
         model(batch).sum().backward()
         optimizer.step()
     counts = {str(op).rpartition(".")[-1]: count for op, count in debug.get_comm_counts().items()}
-    return {"oracle": counts, "gathered": meter.count("all_gather"), "scattered": meter.count("reduce_scatter"),
-            "bytes": (meter.total("all_gather"), meter.total("reduce_scatter")), "sent": meter.bytes_sent,
-            "resident": meter.resident, "peak": meter.peak}
+    return {
+        "oracle": counts,
+        "gathered": meter.count("all_gather"),
+        "scattered": meter.count("reduce_scatter"),
+        "bytes": (meter.total("all_gather"), meter.total("reduce_scatter")),
+        "sent": meter.bytes_sent,
+        "resident": meter.resident,
+        "peak": meter.peak,
+    }
 
 
 def overlapping():
@@ -145,8 +164,10 @@ def overlapping():
                 store.set(f"rank {dist.get_rank()} computes in turn {first}", "")
                 matrix @ matrix
             work.wait()
-    return [(m.overlap_seconds, m.communication_seconds, m.exposed_seconds)
-            for m in (blocking, inside, hidden[dist.get_rank()])]
+    return [
+        (m.overlap_seconds, m.communication_seconds, m.exposed_seconds)
+        for m in (blocking, inside, hidden[dist.get_rank()])
+    ]
 
 
 def functional():
@@ -158,9 +179,13 @@ def functional():
     with Meter() as pending:
         work = dist.reduce_scatter_tensor(torch.empty(32), payload, async_op=True)
     work.wait()
-    return {"seen": [c.name for c in meter.collectives], "ended": [c.end >= c.start for c in meter.collectives],
-            "overlap": meter.overlap_seconds < meter.communication_seconds, "never": pending.collectives[0].end,
-            "span": pending.timeline[0].end <= pending.end}
+    return {
+        "seen": [c.name for c in meter.collectives],
+        "ended": [c.end >= c.start for c in meter.collectives],
+        "overlap": meter.overlap_seconds < meter.communication_seconds,
+        "never": pending.collectives[0].end,
+        "span": pending.timeline[0].end <= pending.end,
+    }
 
 
 def kept():
@@ -199,8 +224,13 @@ def kept():
 
 def two_ranks():
     dist.init_process_group("gloo")
-    return {"ddp": replicated(), "fsdp": sharded() if has(FSDP2_ON_CPUS) else None, "overlap": overlapping(),
-            "kept": kept(), "functional": functional()}
+    return {
+        "ddp": replicated(),
+        "fsdp": sharded() if has(FSDP2_ON_CPUS) else None,
+        "overlap": overlapping(),
+        "kept": kept(),
+        "functional": functional(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -215,19 +245,35 @@ def two():
 
 def test_own_calls_in_order_with_their_payload(four):
     all_four = (0, 1, 2, 3)
-    common: list[tuple] = [("all_reduce", 384, all_four), ("all_reduce", 192, all_four), ("all_gather", 384, all_four),
-              ("all_gather", 1536, all_four), ("reduce_scatter", 384, all_four), ("all_to_all", 384, all_four),
-              ("broadcast", 384, all_four), ("reduce", 384, all_four), ("barrier", 0, all_four)]
+    common: list[tuple] = [
+        ("all_reduce", 384, all_four),
+        ("all_reduce", 192, all_four),
+        ("all_gather", 384, all_four),
+        ("all_gather", 1536, all_four),
+        ("reduce_scatter", 384, all_four),
+        ("all_to_all", 384, all_four),
+        ("broadcast", 384, all_four),
+        ("reduce", 384, all_four),
+        ("barrier", 0, all_four),
+    ]
     pair, trio = ("all_reduce", 384, (0, 1)), ("all_reduce", 384, (1, 2, 3))
-    own: list[list[tuple]] = [[pair, ("send", 384, (0, 3))],
-           [pair, trio, ("send", 384, (1, 2)), ("recv", 384, (1, 2))],
-           [trio, ("send", 384, (2, 1)), ("recv", 384, (2, 1))],
-           [trio, ("recv", 384, (3, 0))]]
+    own: list[list[tuple]] = [
+        [pair, ("send", 384, (0, 3))],
+        [pair, trio, ("send", 384, (1, 2)), ("recv", 384, (1, 2))],
+        [trio, ("send", 384, (2, 1)), ("recv", 384, (2, 1))],
+        [trio, ("recv", 384, (3, 0))],
+    ]
     for rank in range(4):
         assert four[rank]["seen"] == common + own[rank]
         assert four[rank]["dtypes"] == [torch.float32, torch.bfloat16]
-        assert four[rank]["table"] == {"name": "all_reduce", "dtype": "float32", "ranks": all_four, "calls": 1,
-                                       "bytes": 384, "sent": 576}
+        assert four[rank]["table"] == {
+            "name": "all_reduce",
+            "dtype": "float32",
+            "ranks": all_four,
+            "calls": 1,
+            "bytes": 384,
+            "sent": 576,
+        }
         assert four[rank]["total"] == 384 + 192 + sum(size for name, size, _ in own[rank] if name == "all_reduce")
 
 
@@ -345,8 +391,11 @@ def test_bytes_on_the_wire_are_the_rings_or_there_is_a_reason():
 
 
 def tcp_settings():
-    return {name: int(path.read_text()) for name in netns.TCP_SETTINGS
-            if (path := Path("/proc/sys/net/ipv4", name)).exists()}
+    return {
+        name: int(path.read_text())
+        for name in netns.TCP_SETTINGS
+        if (path := Path("/proc/sys/net/ipv4", name)).exists()
+    }
 
 
 def test_nothing_is_sent_twice_in_ones_own_network():
@@ -364,6 +413,7 @@ def test_what_fails_in_its_own_network_fails_for_the_caller():
 
 def test_what_is_printed_there_reaches_the_callers_stream_and_a_daemon_is_not_awaited(capsys):
     """A notebook's stream is none that a fork can write to: there each line took a second, and was lost."""
+
     def print_and_leave():
         print("heard")
         return subprocess.Popen(["sleep", "1000"]).pid
@@ -389,9 +439,15 @@ def through_deepspeed():
         zero = {"stage": stage, "reduce_bucket_size": 10**5, "allgather_bucket_size": 10**5}
         if stage == 3:
             zero["stage3_param_persistence_threshold"] = 0
-        plugin = DeepSpeedPlugin(hf_ds_config={
-            "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True, "steps_per_print": 10**9})
+        plugin = DeepSpeedPlugin(
+            hf_ds_config={
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 1,
+                "zero_optimization": zero,
+                "zero_allow_untested_optimizer": True,
+                "steps_per_print": 10**9,
+            }
+        )
         accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
         model = chain()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -401,10 +457,15 @@ def through_deepspeed():
                 optimizer.step()
                 optimizer.zero_grad()
         floats = [each for each in meter.collectives if each.dtype == torch.float32 and each.bytes > 100]
-        found[stage] = {"moved": {name: sum(c.bytes for c in floats if c.name == name) for name in
-                                  ("all_reduce", "all_gather", "reduce_scatter")},
-                        "resident": meter.resident, "peak": meter.peak,
-                        "compute": {span.name for span in meter.timeline if span.kind == "compute"}}
+        found[stage] = {
+            "moved": {
+                name: sum(c.bytes for c in floats if c.name == name)
+                for name in ("all_reduce", "all_gather", "reduce_scatter")
+            },
+            "resident": meter.resident,
+            "peak": meter.peak,
+            "compute": {span.name for span in meter.timeline if span.kind == "compute"},
+        }
     return found
 
 

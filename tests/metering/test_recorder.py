@@ -47,8 +47,11 @@ def does_not_fit():
 
 def lines(entry, rank):
     """How often a rank came to each line of the code, by the line's text."""
-    texts = [entry["code"][place]["lines"][number - entry["code"][place]["first"]].strip()
-             for _, place, number in entry["ranks"][rank]["lines"] if place >= 0]
+    texts = [
+        entry["code"][place]["lines"][number - entry["code"][place]["first"]].strip()
+        for _, place, number in entry["ranks"][rank]["lines"]
+        if place >= 0
+    ]
     return {text: texts.count(text) for text in texts}
 
 
@@ -59,19 +62,31 @@ def test_lines_calls_and_values_of_each_rank_are_those_that_there_were(tmp_path)
                 summed(VALUES)
             seen = [[call.name, call.bytes, list(call.ranks), call.sent] for call in meter.collectives]
             (tmp_path / f"{dist.get_rank()}.json").write_text(json.dumps(seen))
+
         return play
 
     entry = recording.record(prepare, [summed], variables=["value", "total", "total.shape"], num_processes=2)
     for rank, lane in enumerate(entry["ranks"]):
         assert lines(entry, rank) == {
-            "total = torch.zeros(2)": 1, "for value in values:": 4, "total += value": 3, "dist.all_reduce(total)": 3,
-            "return total": 1}
+            "total = torch.zeros(2)": 1,
+            "for value in values:": 4,
+            "total += value": 3,
+            "dist.all_reduce(total)": 3,
+            "return total": 1,
+        }
         metered = json.loads((tmp_path / f"{rank}.json").read_text())
         assert [[call[2], call[3], call[5], call[6]] for call in lane["calls"]] == metered
         assert [call[2:4] for call in lane["calls"]] == [["all_reduce", 8]] * 3
         assert [text for _, place, text in lane["values"] if place == 0] == ["1", "2", "3"]
         assert [text.partition(": ")[2] for _, place, text in lane["values"] if place == 1] == [
-            "0 0", "1 1", "2 2", "4 4", "8 8", "11 11", "22 22"]
+            "0 0",
+            "1 1",
+            "2 2",
+            "4 4",
+            "8 8",
+            "11 11",
+            "22 22",
+        ]
         assert [text for _, place, text in lane["values"] if place == 2] == ["[2]"]
         assert lane["end"]["how"] == "returned" and all(wait[1] is not None for wait in lane["waits"])
     assert entry["links"] == [{"of": [[0, place], [1, place]], "fits": True} for place in range(3)]
@@ -92,7 +107,9 @@ def test_a_message_has_its_two_ends_and_memory_goes_up_and_down():
     entry = recording.record(lambda: passed_on, [passed_on], num_processes=2)
     assert entry["links"] == [{"of": [[0, 0], [1, 0]], "fits": True}]
     assert [lane["calls"][0][2:6] for lane in entry["ranks"]] == [
-        ["send", 16, "float32", [0, 1]], ["recv", 16, "float32", [1, 0]]]
+        ["send", 16, "float32", [0, 1]],
+        ["recv", 16, "float32", [1, 0]],
+    ]
     for lane in entry["ranks"]:
         first, held = lane["held"][0][1], [size for _, size in lane["held"]]
         assert max(held) - first == 20 and held[-1] - first in (0, 4)
@@ -102,8 +119,13 @@ def test_a_rank_that_hangs_is_a_lane_that_stops():
     entry = recording.record(lambda: leaves_early, [leaves_early], num_processes=2, timeout=3)
     hung, left = entry["ranks"]
     assert left["end"]["how"] == "returned" and len(left["calls"]) == 1
-    assert hung["end"] == {"how": "never returned", "at": entry["until"], "said": "", "waits_for": [1],
-                           "in": "all_reduce"}
+    assert hung["end"] == {
+        "how": "never returned",
+        "at": entry["until"],
+        "said": "",
+        "waits_for": [1],
+        "in": "all_reduce",
+    }
     assert [call[1] is None for call in hung["calls"]] == [False, True] and hung["waits"][-1][1] is None
     line = hung["lines"][-1][2] - entry["code"][0]["first"]
     assert "dist.all_reduce" in entry["code"][0]["lines"][line]
@@ -149,7 +171,14 @@ def test_a_value_is_short_and_freed_memory_is_never_read():
     weights.untyped_storage().resize_(0)
     assert short(weights) == "f32 (2, 3): freed"
     assert [short(value) for value in (True, None, 7, 0.5, [1, 2], {"a": 1}, object())] == [
-        "True", "None", "7", "0.5", "[1, 2]", "dict of 1", "object"]
+        "True",
+        "None",
+        "7",
+        "0.5",
+        "[1, 2]",
+        "dict of 1",
+        "object",
+    ]
 
 
 def test_a_recording_too_large_for_a_page_is_not_written(tmp_path):
@@ -157,5 +186,5 @@ def test_a_recording_too_large_for_a_page_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="record less"):
         recording.write(entry, tmp_path / "large.json")
     assert not list(tmp_path.iterdir())
-    recording.write({"title": "of ],\"", "ranks": [{"lines": [], "end": {}}], "links": []}, tmp_path / "small.json")
-    assert json.loads((tmp_path / "small.json").read_text())["title"] == "of ],\""
+    recording.write({"title": 'of ],"', "ranks": [{"lines": [], "end": {}}], "links": []}, tmp_path / "small.json")
+    assert json.loads((tmp_path / "small.json").read_text())["title"] == 'of ],"'

@@ -23,8 +23,12 @@ def counts(recording):
     whole = [members for members in calls if len(members) == len(members[0][5])]
     came = sum(len(members) for members in whole)
     waited = sum(call[0] < max(one[0] for one in members) for members in whole for call in members)
-    return (sum(line[1] >= 0 for lane in lanes for line in lane["lines"]), came,
-            waited + sum(len(lane["calls"]) for lane in lanes) - came, sum(len(members) - 1 for members in whole))
+    return (
+        sum(line[1] >= 0 for lane in lanes for line in lane["lines"]),
+        came,
+        waited + sum(len(lane["calls"]) for lane in lanes) - came,
+        sum(len(members) - 1 for members in whole),
+    )
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
@@ -39,8 +43,12 @@ def test_each_end_of_each_arrow_lies_in_a_slice(path):
     calls = [event for event in of["X"] if event["cat"] == "call"]
     leaves = {event["id"]: event for event in of["s"]}
     for end in [*of["s"], *of["f"]]:
-        (bound,) = [call for call in calls if (call["pid"], call["tid"]) == (end["pid"], end["tid"])
-                    and call["ts"] < end["ts"] < call["ts"] + call["dur"]]
+        (bound,) = [
+            call
+            for call in calls
+            if (call["pid"], call["tid"]) == (end["pid"], end["tid"])
+            and call["ts"] < end["ts"] < call["ts"] + call["dur"]
+        ]
         assert bound["args"]["bytes"] >= 0
         assert leaves[end["id"]]["ts"] <= end["ts"] and end["bp"] == "e" if end["ph"] == "f" else True
     for rank, lane in enumerate(recording["ranks"]):
@@ -50,10 +58,14 @@ def test_each_end_of_each_arrow_lies_in_a_slice(path):
 def test_slices_of_a_thread_do_not_overlap():
     for path in RECORDINGS:
         events = trace(json.loads(path.read_text(encoding="utf-8")))["traceEvents"]
-        slices = sorted((event["pid"], event["tid"], event["ts"], event["ts"] + event["dur"])
-                        for event in events if event["ph"] == "X")
-        assert all(one[:2] != other[:2] or one[3] <= other[2]
-                   for one, other in zip(slices, slices[1:], strict=False)), path.name
+        slices = sorted(
+            (event["pid"], event["tid"], event["ts"], event["ts"] + event["dur"])
+            for event in events
+            if event["ph"] == "X"
+        )
+        assert all(
+            one[:2] != other[:2] or one[3] <= other[2] for one, other in zip(slices, slices[1:], strict=False)
+        ), path.name
 
 
 def test_the_command_writes_the_trace_and_says_what_it_holds(tmp_path, capsys, monkeypatch):
@@ -66,8 +78,10 @@ def test_the_command_writes_the_trace_and_says_what_it_holds(tmp_path, capsys, m
     assert written["traceEvents"]
 
 
-@pytest.mark.parametrize(("content", "said"), [(None, "cannot read"), ("{", "is no JSON"), ("[]", "is no recording"),
-                                               ('{"traceEvents": []}', "is no recording")])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "cannot read"), ("{", "is no JSON"), ("[]", "is no recording"), ('{"traceEvents": []}', "is no recording")],
+)
 def test_another_file_is_refused_in_a_line(tmp_path, content, said):
     path = tmp_path / "other.json"
     if content is not None:

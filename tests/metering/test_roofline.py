@@ -111,8 +111,10 @@ def test_adamw_moves_eighty_bytes_a_parameter_in_foreach_and_twenty_eight_fused(
         assert {row.phase for row in rows} == {"optimizer"}
         large = [row for row in rows if row.flops >= 200]
         moved[way] = len(large), sum(row.flops for row in large), sum(row.bytes for row in large)
-    assert moved == {"foreach": (7, 8 * 200 + 2, 80 * 200 + 20),  # the two counts of steps are added to as well
-                     "fused": (1, 8 * 200, 28 * 200 + 8)}
+    assert moved == {
+        "foreach": (7, 8 * 200 + 2, 80 * 200 + 20),  # the two counts of steps are added to as well
+        "fused": (1, 8 * 200, 28 * 200 + 8),
+    }
 
 
 @pytest.mark.parametrize("way", ["plain", "checkpointed"])
@@ -127,19 +129,26 @@ def test_a_block_costs_what_the_formula_says_and_each_module_its_part(way):
     last = again * product * FFN  # whose output no backward needs: PyTorch stops before it
     assert total["backward", "matmul"] == (2 + again) * MATMULS - last
     assert total["backward", "attention"] == 2.5 * ATTENTION + again * ATTENTION
-    modules = {(row.module, row.phase): row.flops for row in merged(rows, "module", "phase", "kind")
-               if row.kind == "matmul"}
-    for name, outputs in {"attention.q_proj": H, "attention.k_proj": KEYS * D, "attention.o_proj": H, "gate": FFN,
-                          "up": FFN}.items():
+    modules = {
+        (row.module, row.phase): row.flops for row in merged(rows, "module", "phase", "kind") if row.kind == "matmul"
+    }
+    for name, outputs in {
+        "attention.q_proj": H,
+        "attention.k_proj": KEYS * D,
+        "attention.o_proj": H,
+        "gate": FFN,
+        "up": FFN,
+    }.items():
         assert modules[name, "forward"] == product * outputs
         assert modules[name, "backward"] == (2 + again) * product * outputs
-    (attention,) = [row for row in rows if row.kind == "attention" and row.phase == "backward"
-                    and row.name.endswith("backward")]
+    (attention,) = [
+        row for row in rows if row.kind == "attention" and row.phase == "backward" and row.name.endswith("backward")
+    ]
     assert attention.module == "attention" and attention.calls == 1
     assert modules["down", "backward"] == 2 * product * FFN
     (silu,) = [row for row in rows if row.name == "silu_backward"]
     assert silu.module == "" and silu.bytes == 4 * 3 * TOKENS * FFN  # the block's own, which is the root
-    everything, = merged(rows)
+    (everything,) = merged(rows)
     for field in ("calls", "flops", "bytes"):
         assert sum(getattr(row, field) for row in rows) == getattr(everything, field)
 
@@ -213,12 +222,15 @@ def on_two_ranks():
         model(x).sum().backward()
     ddp = [(row.name, row.phase, row.calls, row.bytes) for row in counter.operators if row.kind == "collective"]
     mesh = DeviceMesh("cpu", range(2))
-    left, right = distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)]), distribute_tensor(torch.ones(6, 2), mesh,
-                                                                                          [Shard(0)])
+    left, right = (
+        distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)]),
+        distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)]),
+    )
     with OperatorCounter() as counter:
         (left @ right).full_tensor()
-    tensor = [(row.name, row.calls, row.flops, row.bytes) for row in counter.operators
-              if row.kind in ("collective", "matmul")]
+    tensor = [
+        (row.name, row.calls, row.flops, row.bytes) for row in counter.operators if row.kind in ("collective", "matmul")
+    ]
     return link, ddp, tensor
 
 

@@ -23,13 +23,40 @@ from transformers import (
 )
 
 VOCABULARY, LENGTH, ROWS = 50, 12, 8
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2,
-         "max_position_embeddings": 32, "pad_token_id": 0}
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
 ENCODER = SIZES | {"intermediate_size": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-DISTILLED = {"vocab_size": VOCABULARY, "dim": 16, "n_layers": 4, "n_heads": 2, "hidden_dim": 32, "dropout": 0.0,
-             "max_position_embeddings": 32, "attention_dropout": 0.0, "seq_classif_dropout": 0.0, "pad_token_id": 0}
-GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32, "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+DISTILLED = {
+    "vocab_size": VOCABULARY,
+    "dim": 16,
+    "n_layers": 4,
+    "n_heads": 2,
+    "hidden_dim": 32,
+    "dropout": 0.0,
+    "max_position_embeddings": 32,
+    "attention_dropout": 0.0,
+    "seq_classif_dropout": 0.0,
+    "pad_token_id": 0,
+}
+GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 16,
+    "n_layer": 4,
+    "n_head": 2,
+    "n_positions": 32,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
 OPT = SIZES | {"ffn_dim": 32, "dropout": 0.0, "word_embed_proj_dim": 8}
 LLAMA = SIZES | {"intermediate_size": 32, "num_key_value_heads": 1}
 MODELS = {

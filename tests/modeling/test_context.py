@@ -33,20 +33,45 @@ from course_lib.training.loss import count_targets, summed_loss
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS = {
     "llama": ("causal_lm", lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=64))),
-    "gpt2": ("causal_lm", lambda: GPT2LMHeadModel(GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0))),
+    "gpt2": (
+        "causal_lm",
+        lambda: GPT2LMHeadModel(
+            GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0)
+        ),
+    ),
     "gpt_neox": ("causal_lm", lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES, intermediate_size=64))),
-    "olmoe": ("causal_lm", lambda: OlmoeForCausalLM(OlmoeConfig(
-        **SIZES, intermediate_size=32, num_experts=4, num_experts_per_tok=2, pad_token_id=0, eos_token_id=1))),
-    "bert": ("masked_lm", lambda: BertForMaskedLM(BertConfig(
-        **SIZES, intermediate_size=64, hidden_dropout_prob=0, attention_probs_dropout_prob=0))),
+    "olmoe": (
+        "causal_lm",
+        lambda: OlmoeForCausalLM(
+            OlmoeConfig(
+                **SIZES, intermediate_size=32, num_experts=4, num_experts_per_tok=2, pad_token_id=0, eos_token_id=1
+            )
+        ),
+    ),
+    "bert": (
+        "masked_lm",
+        lambda: BertForMaskedLM(
+            BertConfig(**SIZES, intermediate_size=64, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+        ),
+    ),
 }
 
 ALIKE = ("mistral", "mixtral", "olmo", "olmo2", "qwen2", "qwen3")
 """Further model types whose attention is known, each in one way."""
-MODELS |= {kind: ("causal_lm", functools.partial(lambda kind: AutoModelForCausalLM.from_config(AutoConfig.for_model(
-    kind, **SIZES, num_key_value_heads=2, intermediate_size=32, pad_token_id=0, eos_token_id=1)), kind))
-    for kind in ALIKE}
+MODELS |= {
+    kind: (
+        "causal_lm",
+        functools.partial(
+            lambda kind: AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(
+                    kind, **SIZES, num_key_value_heads=2, intermediate_size=32, pad_token_id=0, eos_token_id=1
+                )
+            ),
+            kind,
+        ),
+    )
+    for kind in ALIKE
+}
 
 
 def made(name):
@@ -93,12 +118,19 @@ def difference(name, way, wanted, summed=True):
 def refusals():
     said = {}
     for name, model, task in (
-            ("dropout", BertForMaskedLM(BertConfig(**SIZES, intermediate_size=64)), "masked_lm"),
-            ("unknown", DistilBertForMaskedLM(DistilBertConfig(vocab_size=64, dim=32, n_layers=1, n_heads=2,
-                                                               hidden_dim=32)), "masked_lm"),
-            ("one token", made("bert"), "classification"),
-            ("heads", LlamaForCausalLM(LlamaConfig(**SIZES | {"num_attention_heads": 1}, num_key_value_heads=1)),
-             "causal_lm")):
+        ("dropout", BertForMaskedLM(BertConfig(**SIZES, intermediate_size=64)), "masked_lm"),
+        (
+            "unknown",
+            DistilBertForMaskedLM(DistilBertConfig(vocab_size=64, dim=32, n_layers=1, n_heads=2, hidden_dim=32)),
+            "masked_lm",
+        ),
+        ("one token", made("bert"), "classification"),
+        (
+            "heads",
+            LlamaForCausalLM(LlamaConfig(**SIZES | {"num_attention_heads": 1}, num_key_value_heads=1)),
+            "causal_lm",
+        ),
+    ):
         with pytest.raises((ConfigError, ModelError)) as error:
             ContextParallel(model, task, dist.group.WORLD, "ulysses")
         said[name] = str(error.value)
@@ -113,11 +145,14 @@ def every_difference():
         found |= {(name, way): difference(name, way, wanted) for way in (["zigzag"] if name in ALIKE else METHODS)}
     wanted = alone("llama")
     found["gradients not summed"] = difference("llama", "zigzag", wanted, summed=False)
-    with mock.patch.object(context, "next_tokens", lambda labels: labels), \
-            mock.patch.object(ContextParallel, "scored_as", "causal_lm"):  # each rank shifts its own part
+    with (
+        mock.patch.object(context, "next_tokens", lambda labels: labels),
+        mock.patch.object(ContextParallel, "scored_as", "causal_lm"),
+    ):  # each rank shifts its own part
         found["labels cut, then shifted"] = difference("llama", "ring", wanted)
-    with mock.patch.object(context.SequenceLayout, "positions",
-                           lambda layout, rank, device: torch.arange(layout.length // layout.ranks)):
+    with mock.patch.object(
+        context.SequenceLayout, "positions", lambda layout, rank, device: torch.arange(layout.length // layout.ranks)
+    ):
         found["positions from 0"] = difference("llama", "ulysses", wanted)
     return found
 

@@ -56,7 +56,7 @@ def leaks(model, batch, inputs):
             inside = documents[row] == document
             if (targets[row][inside] == IGNORE).all():
                 continue
-            gradient, = torch.autograd.grad(losses[row][inside].sum(), embedded, retain_graph=True)
+            (gradient,) = torch.autograd.grad(losses[row][inside].sum(), embedded, retain_graph=True)
             own.append(gradient[row][inside].abs().max().item())
             gradient[row][inside] = 0
             others.append(gradient.abs().max().item())

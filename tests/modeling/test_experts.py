@@ -79,15 +79,19 @@ def test_experts_averaged_over_their_own_ranks_alone_are_wrong_where_no_loss_sho
     for found in launch(differences, experts_mean_over_their_own, (2,), num_processes=2, timeout=400):
         for off in found.values():
             assert {name for name, far in off.items() if far > 100 * TOLERANCE} == {
-                name for name in off if ".experts." in name}
+                name for name in off if ".experts." in name
+            }
 
 
 def refusals():
     dist.init_process_group("gloo")
     said = []
     groups = expert_groups(3)
-    dense = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=4,
-                                                         num_hidden_layers=1, num_attention_heads=1, pad_token_id=0))
+    dense = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1, pad_token_id=0
+        )
+    )
     for wrong, error in ((model("mixtral"), ConfigError), (dense, ModelError)):
         with pytest.raises(error) as raised:
             ExpertParallel(wrong, groups)

@@ -41,15 +41,25 @@ def apart(H, KV, T, D, causal, padding, size):
 
 def interpreted(code):
     """What a process prints whose Triton interprets; the variable has to be there before Triton is imported."""
-    done = subprocess.run([sys.executable, "-c", CASES + code], capture_output=True, text=True, timeout=600,
-                          env=os.environ | {"TRITON_INTERPRET": "1"})
+    done = subprocess.run(
+        [sys.executable, "-c", CASES + code],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip().splitlines()
 
 
 def test_equal_to_torchs_attention_and_never_a_matrix_of_scores():
-    cases = [(2, 2, 32, 16, False, 0, 16), (2, 2, 40, 16, True, 0, 16), (4, 2, 40, 16, True, 0, 32),
-             (4, 1, 33, 32, True, 7, 16), (2, 2, 20, 16, False, 9, 32)]
+    cases = [
+        (2, 2, 32, 16, False, 0, 16),
+        (2, 2, 40, 16, True, 0, 16),
+        (4, 2, 40, 16, True, 0, 32),
+        (4, 1, 33, 32, True, 7, 16),
+        (2, 2, 20, 16, False, 9, 32),
+    ]
     code = f"""
 for case in {cases}:
     print(apart(*case))
@@ -73,9 +83,13 @@ print(out[0].abs().max().item(), all(g.isfinite().all() and not g[0].any() for g
     assert interpreted(code) == ["0.0 True"]
 
 
-@pytest.mark.parametrize(("call", "said"), [
-    ("inputs(3, 2, 16, 16)", "3 heads of queries cannot share 2 heads of keys"),
-    ("inputs(2, 2, 16, 24)", "D is 24, and a block of the kernels needs a power of two, 16 or more")])
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("inputs(3, 2, 16, 16)", "3 heads of queries cannot share 2 heads of keys"),
+        ("inputs(2, 2, 16, 24)", "D is 24, and a block of the kernels needs a power of two, 16 or more"),
+    ],
+)
 def test_what_the_kernels_cannot_do_is_refused(call, said):
     code = f"""
 try:

@@ -24,8 +24,10 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize
 def models(tmp_path_factory):
     """Folders of saved models by preset: a classifier, and two language models whose head is tied."""
     folder = tmp_path_factory.mktemp("models")
-    return {name: save(load(name, task), folder / name) for name, task in (
-        ("tiny-bert", "classification"), ("tiny-gpt2", "causal_lm"), ("tiny-llama", "causal_lm"))}
+    return {
+        name: save(load(name, task), folder / name)
+        for name, task in (("tiny-bert", "classification"), ("tiny-gpt2", "causal_lm"), ("tiny-llama", "causal_lm"))
+    }
 
 
 @pytest.fixture
@@ -42,19 +44,25 @@ def copy(models, tmp_path):
 
 
 def same(model, reference):
-    return all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), reference.state_dict().values(),
-                                                 strict=True))
+    return all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), reference.state_dict().values(), strict=True)
+    )
 
 
 # --- names ---
 
 WRAPPERS = {
-    "DDP": lambda key: f"module.{key}", "Lightning": lambda key: f"model.{key}",
-    "compile": lambda key: f"_orig_mod.{key}", "both": lambda key: f"module._orig_mod.{key}",
-    "FSDP": lambda key: f"_fsdp_wrapped_module.{key}", "own": lambda key: f"backbone.net.{key}",
+    "DDP": lambda key: f"module.{key}",
+    "Lightning": lambda key: f"model.{key}",
+    "compile": lambda key: f"_orig_mod.{key}",
+    "both": lambda key: f"module._orig_mod.{key}",
+    "FSDP": lambda key: f"_fsdp_wrapped_module.{key}",
+    "own": lambda key: f"backbone.net.{key}",
     "blocks": lambda key: re.sub(r"\.(layer|h|layers)\.(\d+)\.", r".\1.\2._orig_mod.", key),
-    "FSDP of blocks": lambda key: "_fsdp_wrapped_module." + re.sub(
-        r"\.(layer|h|layers)\.(\d+)\.", r".\1.\2._fsdp_wrapped_module._checkpoint_wrapped_module.", key),
+    "FSDP of blocks": lambda key: (
+        "_fsdp_wrapped_module."
+        + re.sub(r"\.(layer|h|layers)\.(\d+)\.", r".\1.\2._fsdp_wrapped_module._checkpoint_wrapped_module.", key)
+    ),
 }
 
 
@@ -92,6 +100,7 @@ def test_which_names_are_replaced():
 
 # --- values ---
 
+
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_weights_that_are_no_finite_numbers(copy, value):
     def spoil(key, tensor):
@@ -102,17 +111,39 @@ def test_weights_that_are_no_finite_numbers(copy, value):
     folder = copy("tiny-bert", change=spoil)
     width = load_file(folder / WEIGHTS)["bert.embeddings.word_embeddings.weight"].shape[1]
     for how in (load, lambda folder: load_trained(folder, "classification"), lambda folder: hub.push(folder, "x")):
-        with pytest.raises(Exception, match=f"hold {width} values that are no finite numbers in "
-                                            r"bert\.embeddings\.word_embeddings\.weight"):
+        with pytest.raises(
+            Exception,
+            match=f"hold {width} values that are no finite numbers in "
+            r"bert\.embeddings\.word_embeddings\.weight",
+        ):
             how(folder)
 
 
 def test_a_first_step_that_fails_is_not_blamed_on_the_rate(copy, tmp_path, capsys):
     """Finite weights, whose squares are not."""
     folder = copy("tiny-bert", change=lambda key, tensor: tensor * (1e38 if "word_embeddings" in key else 1))
-    options = ("train", "--model", str(folder), "--max_train_samples", "60", "--max_eval_samples", "30",
-               "--max_length", "32", "--batch_size", "4", "--max_steps", "3", "--output_dir", str(tmp_path / "run"),
-               "--tracker", "none", "--baselines", "false", "--overwrite_output_dir")
+    options = (
+        "train",
+        "--model",
+        str(folder),
+        "--max_train_samples",
+        "60",
+        "--max_eval_samples",
+        "30",
+        "--max_length",
+        "32",
+        "--batch_size",
+        "4",
+        "--max_steps",
+        "3",
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--tracker",
+        "none",
+        "--baselines",
+        "false",
+        "--overwrite_output_dir",
+    )
     for warm in ((), ("--warmup_steps", "2")):
         assert cli.main([*options, *warm]) == 1
         said = capsys.readouterr().err
@@ -120,6 +151,7 @@ def test_a_first_step_that_fails_is_not_blamed_on_the_rate(copy, tmp_path, capsy
 
 
 # --- files ---
+
 
 def _config(folder, **changed):
     file = folder / "config.json"
@@ -166,8 +198,10 @@ KINDS = {
     "adapter": (_adapter, "an adapter .* of bert-base-uncased.*(course merge .* --output OUT|cannot be had)"),
     "adapter without config": (_adapter_alone, "an adapter .* of bert-base-uncased.*(course merge|cannot be had)"),
     "adapter beside weights": (_merged, "an adapter beside model.safetensors"),
-    "bitsandbytes": (lambda f: _config(f, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
-                     "quantized .*bitsandbytes of 4 bits.*dequantize"),
+    "bitsandbytes": (
+        lambda f: _config(f, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        "quantized .*bitsandbytes of 4 bits.*dequantize",
+    ),
     "gptq": (lambda f: _config(f, quantization_config={"quant_method": "gptq", "bits": 4}), "gptq of 4 bits"),
     "awq": (lambda f: _config(f, quantization_config={"quant_method": "awq", "bits": 4}), "awq of 4 bits"),
     "fp8": (lambda f: _config(f, quantization_config={"quant_method": "fp8"}), "quantization_config: fp8"),
@@ -176,16 +210,19 @@ KINDS = {
     "empty": (lambda f: _cut(f, 0), "damaged or cut short .*is empty"),
     "cut": (lambda f: _cut(f, -100), r"damaged or cut short .*has \d+ of \d+ bytes"),
     "cut in its header": (lambda f: _cut(f, 50), "damaged or cut short .*header"),
-    "a page of a web server": (lambda f: (f / WEIGHTS).write_text("<!DOCTYPE html><title>404</title>"),
-                               "does not begin as safetensors do"),
+    "a page of a web server": (
+        lambda f: (f / WEIGHTS).write_text("<!DOCTYPE html><title>404</title>"),
+        "does not begin as safetensors do",
+    ),
     "gguf": (lambda f: (f / WEIGHTS).rename(f / "model.Q4_K_M.gguf"), "GGUF.*gguf_file"),
     "pickle of its own": (lambda f: (f / WEIGHTS).rename(f / "best.pt"), "best.pt is a pickle of torch"),
     "pickle cut": (_cut_pickle, "the weights of .* cannot be loaded"),
-    "shard missing": (lambda f: _shards(f, INDEX),
-                      "names model-00002-of-00002.safetensors.*1 of 2 shards are missing"),
+    "shard missing": (lambda f: _shards(f, INDEX), "names model-00002-of-00002.safetensors.*1 of 2 shards are missing"),
     "index cut": (lambda f: _shards(f, INDEX[:20]), "is no index of shards"),
-    "no index": (lambda f: (f / WEIGHTS).rename(f / "model-00001-of-00002.safetensors"),
-                 "index.json, which lists them"),
+    "no index": (
+        lambda f: (f / WEIGHTS).rename(f / "model-00001-of-00002.safetensors"),
+        "index.json, which lists them",
+    ),
     "DeepSpeed": (lambda f: _state(f, "global_step500"), "training state of DeepSpeed .*zero_to_fp32.py"),
     "FSDP": (lambda f: _state(f, "pytorch_model_fsdp_0"), "training state of FSDP .*accelerate merge-weights"),
     "Megatron": (lambda f: _state(f, "iter_0000100"), "Megatron"),
@@ -216,10 +253,15 @@ def test_a_pickle_alone_is_read(models, copy):
     assert same(load(folder).model, load(models["tiny-bert"]).model)
 
 
-@pytest.mark.parametrize(("name", "told"), [
-    ("run", "is a run's folder: give the model in it, .*run/model"),
-    ("run/checkpoint-000004", "is a checkpoint of a run.* give the run's trained model, .*run/model"),
-    ("run/model/model.safetensors", "is a file: give the folder"), ("x.gguf", "x.gguf is GGUF")])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("run", "is a run's folder: give the model in it, .*run/model"),
+        ("run/checkpoint-000004", "is a checkpoint of a run.* give the run's trained model, .*run/model"),
+        ("run/model/model.safetensors", "is a file: give the folder"),
+        ("x.gguf", "x.gguf is GGUF"),
+    ],
+)
 def test_folders_and_files_of_our_own(models, tmp_path, name, told):
     shutil.copytree(models["tiny-bert"], tmp_path / "run/model")
     (tmp_path / "run/checkpoint-000004").mkdir()

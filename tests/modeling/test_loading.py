@@ -19,18 +19,37 @@ from course_lib.errors import ModelError
 from course_lib.modeling import load_trained, loading, minilm, presets
 from course_lib.modeling.context import dropout_of
 
-TEXTS = ["the cat sat on the mat", "a dog ran over the green hill", "Cats and dogs, again and again!",
-         "naïve café, 100 % good", "it rained all day and we read"] * 4
+TEXTS = [
+    "the cat sat on the mat",
+    "a dog ran over the green hill",
+    "Cats and dogs, again and again!",
+    "naïve café, 100 % good",
+    "it rained all day and we read",
+] * 4
 LABELS = ["negative", "neutral", "positive"]
-FITS = [("tiny-bert", "classification"), ("tiny-bert", "causal_lm"), ("tiny-bert", "masked_lm"),
-        ("tiny-gpt2", "classification"), ("tiny-gpt2", "causal_lm"),
-        ("tiny-llama", "classification"), ("tiny-llama", "causal_lm"), ("tiny-olmoe", "causal_lm"),
-        ("tiny-mixtral", "classification"), ("tiny-mixtral", "causal_lm")]
+FITS = [
+    ("tiny-bert", "classification"),
+    ("tiny-bert", "causal_lm"),
+    ("tiny-bert", "masked_lm"),
+    ("tiny-gpt2", "classification"),
+    ("tiny-gpt2", "causal_lm"),
+    ("tiny-llama", "classification"),
+    ("tiny-llama", "causal_lm"),
+    ("tiny-olmoe", "causal_lm"),
+    ("tiny-mixtral", "classification"),
+    ("tiny-mixtral", "causal_lm"),
+]
 
 
 def load(model, task="classification", seed=0, max_length=64, texts=TEXTS, **options):
-    return loading.load(ModelConfig(model=str(model), **options), task, texts=texts, seed=seed, max_length=max_length,
-                        label_names=LABELS if task == "classification" else None)
+    return loading.load(
+        ModelConfig(model=str(model), **options),
+        task,
+        texts=texts,
+        seed=seed,
+        max_length=max_length,
+        label_names=LABELS if task == "classification" else None,
+    )
 
 
 def save(loaded, folder):
@@ -73,15 +92,22 @@ def test_each_head_of_each_preset_trains_saves_and_loads_again(name, task, tmp_p
     assert again.tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
     with torch.no_grad():
         expected = loaded.model.eval()(**batch).logits
-        assert torch.equal(again.model.eval()(**again.tokenizer(
-            ["the cat ran", "we read all day and again"], return_tensors="pt", padding=True)).logits, expected)
+        assert torch.equal(
+            again.model.eval()(
+                **again.tokenizer(["the cat ran", "we read all day and again"], return_tensors="pt", padding=True)
+            ).logits,
+            expected,
+        )
 
 
-@pytest.mark.parametrize(("name", "task", "pipeline", "text", "key"), [
-    ("tiny-gpt2", "classification", "text-classification", "the cat", "label"),
-    ("tiny-bert", "masked_lm", "fill-mask", "the [MASK] sat", "token_str"),
-    ("tiny-llama", "causal_lm", "text-generation", "the cat", "generated_text"),
-])
+@pytest.mark.parametrize(
+    ("name", "task", "pipeline", "text", "key"),
+    [
+        ("tiny-gpt2", "classification", "text-classification", "the cat", "label"),
+        ("tiny-bert", "masked_lm", "fill-mask", "the [MASK] sat", "token_str"),
+        ("tiny-llama", "causal_lm", "text-generation", "the cat", "generated_text"),
+    ],
+)
 def test_transformers_pipeline_loads_what_was_saved(name, task, pipeline, text, key, tmp_path):
     pipe = transformers.pipeline(pipeline, model=str(save(load(name, task), tmp_path)), device="cpu")
     options = {"max_new_tokens": 3} if pipeline == "text-generation" else {}
@@ -105,8 +131,9 @@ def test_labels_of_the_data_are_in_the_config():
 
 
 def test_another_label_set_gets_a_new_head_on_the_old_body(bert):
-    loaded = loading.load(ModelConfig(model=str(bert)), "classification", label_names=["no", "yes"], texts=[], seed=0,
-                          max_length=64)
+    loaded = loading.load(
+        ModelConfig(model=str(bert)), "classification", label_names=["no", "yes"], texts=[], seed=0, max_length=64
+    )
     assert loaded.model.classifier.out_features == 2 and "new weights from seed 0: classifier" in loaded.source
     old = load_trained(bert, "classification").model
     assert torch.equal(loaded.model.bert.pooler.dense.weight, old.bert.pooler.dense.weight)
@@ -133,10 +160,13 @@ def test_the_head_of_a_pretrained_model_depends_on_the_seed_alone(bert):
 
 def test_every_process_trains_the_same_tokenizers():
     """Ranks are processes of their own, and hash maps are ordered anew in each."""
-    code = ("import sys, json; from course_lib.modeling import presets; texts = json.load(sys.stdin);"
-            "print(json.dumps([presets.build(n, texts, 64)[1].backend_tokenizer.to_str() for n in presets.TINY]))")
-    out = subprocess.run([sys.executable, "-c", code], input=json.dumps(TEXTS), capture_output=True, text=True,
-                         timeout=480, check=True)
+    code = (
+        "import sys, json; from course_lib.modeling import presets; texts = json.load(sys.stdin);"
+        "print(json.dumps([presets.build(n, texts, 64)[1].backend_tokenizer.to_str() for n in presets.TINY]))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(TEXTS), capture_output=True, text=True, timeout=480, check=True
+    )
     assert json.loads(out.stdout) == [presets.build(n, TEXTS, 64)[1].backend_tokenizer.to_str() for n in presets.TINY]
 
 
@@ -240,8 +270,15 @@ def test_positions_that_start_behind_the_padding_index_are_counted(tmp_path):
     tokenizer = presets.build("tiny-bert", TEXTS, 64)[1]
     tokenizer.model_max_length = 10**30
     tokenizer.save_pretrained(tmp_path)
-    config = transformers.RobertaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0,
-                                        intermediate_size=16, vocab_size=len(tokenizer), max_position_embeddings=42)
+    config = transformers.RobertaConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        pad_token_id=0,
+        intermediate_size=16,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=42,
+    )
     transformers.RobertaModel(config).save_pretrained(tmp_path)
     loaded = load(tmp_path)
     assert loaded.max_positions == 41
@@ -288,8 +325,10 @@ def test_what_an_architecture_cannot_do_is_said(old_gpt):
         load(old_gpt, attention="eager", activation_checkpointing=True)
 
 
-@pytest.mark.parametrize(("name", "field"), [("tiny-bert", "attention_probs_dropout_prob"), ("tiny-gpt2", "attn_pdrop"),
-                                             ("tiny-llama", "attention_dropout")])
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("tiny-bert", "attention_probs_dropout_prob"), ("tiny-gpt2", "attn_pdrop"), ("tiny-llama", "attention_dropout")],
+)
 def test_attention_drops_as_much_as_the_run_asks_for(name, field):
     theirs, ours = load(name).model, load(name, attention_dropout=0.25).model
     assert getattr(theirs.config, field) == (0.0 if name == "tiny-llama" else 0.1)
@@ -319,6 +358,7 @@ def test_a_preset_needs_text():
 
 
 # MiniLM
+
 
 def test_minilm_is_verified_and_its_package_not_imported():
     loaded = load("minilm")
@@ -400,11 +440,17 @@ def test_minilm_from_the_hub_is_verified_too(no_package, monkeypatch):
 
 # The Hub
 
+
 class _Hub(http.server.BaseHTTPRequestHandler):
     """Answers as the Hub does, by the name that is asked for."""
 
-    codes = {"gated": (403, "GatedRepo"), "absent": (401, "RepoNotFound"), "norevision": (404, "RevisionNotFound"),
-             "noconfig": (404, "EntryNotFound"), "broken": (500, "")}
+    codes = {
+        "gated": (403, "GatedRepo"),
+        "absent": (401, "RepoNotFound"),
+        "norevision": (404, "RevisionNotFound"),
+        "noconfig": (404, "EntryNotFound"),
+        "broken": (500, ""),
+    }
 
     def do_HEAD(self):
         status, code = next((self.codes[name] for name in self.codes if name in self.path), (200, ""))
@@ -433,19 +479,23 @@ def hub(monkeypatch, tmp_path):
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         here = f"http://127.0.0.1:{server.server_port}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", here)
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE",
-                            here + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(
+            huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", here + "/{repo_id}/resolve/{revision}/{filename}"
+        )
         yield
         server.shutdown()
 
 
-@pytest.mark.parametrize(("name", "what"), [
-    ("acme/gated", "is gated: accept its terms at .*/acme/gated, then run `hf auth login`"),
-    ("acme/absent", "no preset, no local folder, and not on the Hub"),
-    ("tiny-absent-bert", "did you mean `tiny-bert`"),
-    ("acme/norevision", "has no revision `main`"),
-    ("acme/noconfig", r"has no config\.json"),
-])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("acme/gated", "is gated: accept its terms at .*/acme/gated, then run `hf auth login`"),
+        ("acme/absent", "no preset, no local folder, and not on the Hub"),
+        ("tiny-absent-bert", "did you mean `tiny-bert`"),
+        ("acme/norevision", "has no revision `main`"),
+        ("acme/noconfig", r"has no config\.json"),
+    ],
+)
 def test_what_the_hub_says_arrives_in_one_line(hub, name, what):
     with pytest.raises(ModelError, match=what):
         load(name)
@@ -457,11 +507,14 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize(("name", "what"), [
-    ("minilmm", "did you mean `minilm`"),
-    ("gpt2", "the Hub cannot be reached .*did you mean `tiny-gpt2`"),
-    ("acme/thing", "the Hub cannot be reached .HF_HUB_OFFLINE is set.: choose from `minilm`"),
-])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("minilmm", "did you mean `minilm`"),
+        ("gpt2", "the Hub cannot be reached .*did you mean `tiny-gpt2`"),
+        ("acme/thing", "the Hub cannot be reached .HF_HUB_OFFLINE is set.: choose from `minilm`"),
+    ],
+)
 def test_offline_it_says_so_at_once(offline, name, what):
     with pytest.raises(ModelError, match=what):
         load(name)
@@ -479,6 +532,7 @@ def test_a_cached_model_loads_offline(offline, bert, tmp_path):
 
 
 # Folders
+
 
 def _cut(folder):
     weights = folder / "model.safetensors"
@@ -507,10 +561,14 @@ DAMAGES = {
     "a layer too few": (_deeper, "do not fit its config.json"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "config cut": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be used"),
-    "unknown architecture": (lambda f: (f / "config.json").write_text('{"model_type": "perceptron"}'),
-                             "config.json cannot be used .*perceptron"),
-    "code of its own": (lambda f: (f / "config.json").write_text(
-        '{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}'), "config.json cannot be used"),
+    "unknown architecture": (
+        lambda f: (f / "config.json").write_text('{"model_type": "perceptron"}'),
+        "config.json cannot be used .*perceptron",
+    ),
+    "code of its own": (
+        lambda f: (f / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}'),
+        "config.json cannot be used",
+    ),
     "no tokenizer": (_no_tokenizer, "the tokenizer cannot be loaded|has no tokenizer"),
     "tokenizer cut": (lambda f: (f / "tokenizer.json").write_text('{"version"'), "the tokenizer cannot be loaded"),
 }
@@ -537,10 +595,15 @@ def test_a_model_is_evaluated_on_the_task_it_was_trained_for(bert):
         load_trained(bert, "masked_lm")
 
 
-@pytest.mark.parametrize(("name", "what"), [
-    ("./no/such/folder", "does not exist"), ("/no-such-folder", "does not exist"), ("~/no-such/one", "does not exist"),
-    (__file__, "is a file"),
-])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("./no/such/folder", "does not exist"),
+        ("/no-such-folder", "does not exist"),
+        ("~/no-such/one", "does not exist"),
+        (__file__, "is a file"),
+    ],
+)
 def test_a_folder_that_is_none(name, what):
     with pytest.raises(ModelError, match=what):
         load(name)

@@ -13,13 +13,25 @@ from course_lib.modeling import loading, lora, lora_files
 from tests.long_cases import some
 
 TEXTS = ["the cat sat on the mat", "a dog ran over the green hill", "it rained all day and we read"] * 4
-CASES = [("tiny-bert", "classification"), ("tiny-gpt2", "classification"), ("tiny-gpt2", "causal_lm"),
-         ("tiny-llama", "causal_lm"), ("tiny-bert", "masked_lm"), ("tiny-llama", "classification")]
+CASES = [
+    ("tiny-bert", "classification"),
+    ("tiny-gpt2", "classification"),
+    ("tiny-gpt2", "causal_lm"),
+    ("tiny-llama", "causal_lm"),
+    ("tiny-bert", "masked_lm"),
+    ("tiny-llama", "classification"),
+]
 
 
 def load(name, task):
-    return loading.load(ModelConfig(model=str(name)), task, texts=TEXTS, seed=0, max_length=64,
-                        label_names=["no", "perhaps", "yes"] if task == "classification" else None)
+    return loading.load(
+        ModelConfig(model=str(name)),
+        task,
+        texts=TEXTS,
+        seed=0,
+        max_length=64,
+        label_names=["no", "perhaps", "yes"] if task == "classification" else None,
+    )
 
 
 def batch_of(loaded):
@@ -105,15 +117,21 @@ def test_peft_loads_what_we_save(case, tmp_path):
     assert set(lora.trained_names(ours)) == set(lora.trained_names(loaded.model))
 
 
-@pytest.mark.parametrize(("name", "task", "more"), [
-    ("tiny-bert", "classification", {}), ("tiny-gpt2", "causal_lm", {"use_rslora": True}),
-    pytest.param("tiny-llama", "causal_lm", {}, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("name", "task", "more"),
+    [
+        ("tiny-bert", "classification", {}),
+        ("tiny-gpt2", "causal_lm", {"use_rslora": True}),
+        pytest.param("tiny-llama", "causal_lm", {}, marks=pytest.mark.long),
+    ],
+)
 def test_what_peft_saves_we_load(name, task, more, tmp_path):
     loaded = load(name, task)
     base, batch = saved(loaded, tmp_path / "base"), batch_of(loaded)
     kind = "SEQ_CLS" if task == "classification" else "CAUSAL_LM"
-    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", task_type=kind,
-                             fan_in_fan_out=name == "tiny-gpt2", **more)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules="all-linear", task_type=kind, fan_in_fan_out=name == "tiny-gpt2", **more
+    )
     theirs = trained_a_little(peft.get_peft_model(loaded.model, config), batch)
     theirs.save_pretrained(tmp_path / "adapter")
     ours = load(base, task).model
@@ -132,10 +150,17 @@ def test_ends_of_names_choose_layers():
         lora.add_lora(load("tiny-gpt2", "causal_lm").model, 2, targets=["ln_1"])
 
 
-@pytest.mark.parametrize(("change", "told"), [
-    ({"peft_type": "IA3"}, "kind IA3, and LORA is read"), ({"use_dora": True}, "DoRA, which is not read"),
-    ({"bias": "all"}, "trained biases"), ({"rank_pattern": {"query": 2}}, "ranks by layer"),
-    ({"peft_type": None}, "kind None"), (None, "holds no adapter")])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"peft_type": "IA3"}, "kind IA3, and LORA is read"),
+        ({"use_dora": True}, "DoRA, which is not read"),
+        ({"bias": "all"}, "trained biases"),
+        ({"rank_pattern": {"query": 2}}, "ranks by layer"),
+        ({"peft_type": None}, "kind None"),
+        (None, "holds no adapter"),
+    ],
+)
 def test_other_adapters_are_refused(change, told, tmp_path):
     loaded = load("tiny-bert", "classification")
     base = saved(loaded, tmp_path / "base")

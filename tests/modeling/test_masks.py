@@ -11,15 +11,41 @@ from course_lib.data.collating import Collator
 from course_lib.modeling.masks import padding_known
 
 MODELS = {
-    "bert": lambda how: BertForMaskedLM(BertConfig(
-        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        attn_implementation=how)),
-    "gpt2": lambda how: GPT2LMHeadModel(GPT2Config(
-        vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32, use_cache=False, bos_token_id=0, eos_token_id=0,
-        attn_implementation=how)),
-    "llama": lambda how: LlamaForCausalLM(LlamaConfig(
-        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=32, use_cache=False, attn_implementation=how)),
+    "bert": lambda how: BertForMaskedLM(
+        BertConfig(
+            vocab_size=64,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            attn_implementation=how,
+        )
+    ),
+    "gpt2": lambda how: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=64,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            n_positions=32,
+            use_cache=False,
+            bos_token_id=0,
+            eos_token_id=0,
+            attn_implementation=how,
+        )
+    ),
+    "llama": lambda how: LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=32,
+            use_cache=False,
+            attn_implementation=how,
+        )
+    ),
 }
 
 

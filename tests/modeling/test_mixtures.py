@@ -10,11 +10,22 @@ from course_lib.launching.launch import launch
 from course_lib.modeling.mixtures import ExpertCounts, spread_experts
 from course_lib.parallel.experts import average_gradients, expert_groups
 
-SIZES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "num_key_value_heads": 2, "num_experts_per_tok": 2, "pad_token_id": 0, "eos_token_id": 1}
-CONFIGS = {"olmoe": lambda: OlmoeConfig(**SIZES, num_experts=4),
-           "olmoe, normalized": lambda: OlmoeConfig(**SIZES, num_experts=4, norm_topk_prob=True),
-           "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4)}
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+CONFIGS = {
+    "olmoe": lambda: OlmoeConfig(**SIZES, num_experts=4),
+    "olmoe, normalized": lambda: OlmoeConfig(**SIZES, num_experts=4, norm_topk_prob=True),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4),
+}
 
 
 def model(name):
@@ -47,9 +58,13 @@ def differences(scoring="before"):
         dist.all_reduce(my_loss)
         mine = {each: parameter.grad for each, parameter in ours.named_parameters()}
         assert set(mine) == set(gradients)
-        found[name] = max(float(abs(my_loss / ranks - loss)), *(
-            float((mine[each] - (right.chunk(ranks)[rank] if ".experts." in each else right)).abs().max())
-            for each, right in gradients.items()))
+        found[name] = max(
+            float(abs(my_loss / ranks - loss)),
+            *(
+                float((mine[each] - (right.chunk(ranks)[rank] if ".experts." in each else right)).abs().max())
+                for each, right in gradients.items()
+            ),
+        )
     return found
 
 
@@ -65,8 +80,11 @@ def test_another_scoring_is_another_model():
 
 
 def test_a_model_without_experts_or_with_their_loss_is_refused():
-    dense = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=4,
-                                                         num_hidden_layers=1, num_attention_heads=1, pad_token_id=0))
+    dense = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1, pad_token_id=0
+        )
+    )
     with pytest.raises(ModelError, match="model type llama has no block of experts"):
         spread_experts(dense)
     dense.config.output_router_logits = True

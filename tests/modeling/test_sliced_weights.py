@@ -17,8 +17,15 @@ from course_lib.parallel.zero3 import Zero3
 from tests.torch_versions import FSDP2_ON_CPUS, needs
 
 ENGINES = {"zero3": Zero3, "fsdp": FullyShardedDataParallel, "torch": shard_with_torch}
-SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 6,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

@@ -42,10 +42,22 @@ def test_the_stages_in_turn_are_the_model(name):
             assert parameter.grad is None if wanted[key] is None else torch.equal(parameter.grad, wanted[key])
 
 
-FOUND = {"gemma2": "causal_lm", "gpt_neox": "causal_lm", "gptj": "causal_lm", "bloom": "causal_lm",
-         "falcon": "causal_lm", "mixtral": "causal_lm", "mamba": "causal_lm", "qwen3": "causal_lm",
-         "modernbert": "masked_lm", "roformer": "masked_lm", "deberta-v2": "masked_lm", "mpnet": "masked_lm",
-         "camembert": "masked_lm", "albert": "classification"}
+FOUND = {
+    "gemma2": "causal_lm",
+    "gpt_neox": "causal_lm",
+    "gptj": "causal_lm",
+    "bloom": "causal_lm",
+    "falcon": "causal_lm",
+    "mixtral": "causal_lm",
+    "mamba": "causal_lm",
+    "qwen3": "causal_lm",
+    "modernbert": "masked_lm",
+    "roformer": "masked_lm",
+    "deberta-v2": "masked_lm",
+    "mpnet": "masked_lm",
+    "camembert": "masked_lm",
+    "albert": "classification",
+}
 """Architectures whose layout a forward shows, but for two: a block that returns a tuple, positions within the encoder,
 a table that all blocks read, one block that runs twice, masks by the kind of attention of each block."""
 
@@ -115,7 +127,10 @@ def test_a_split_spec_names_blocks():
     model = build("gpt2 causal")
     split = split_at(model, {"transformer.h.2": "beginning", "transformer.h.0": "end"})
     assert [split.units_of(stage) for stage in range(3)] == [
-        (EMBEDDINGS, "transformer.h.0"), ("transformer.h.1",), ("transformer.h.2", "transformer.h.3", HEAD)]
+        (EMBEDDINGS, "transformer.h.0"),
+        ("transformer.h.1",),
+        ("transformer.h.2", "transformer.h.3", HEAD),
+    ]
     ends = split_at(model, {"transformer.h.0": "beginning", "transformer.h.3": "end"})
     assert [ends.units_of(stage) for stage in (0, 2)] == [(EMBEDDINGS,), (HEAD,)]
     assert split_at(model, {}).stages == 1
@@ -123,26 +138,37 @@ def test_a_split_spec_names_blocks():
     assert torch.equal(chained(cut(model, split, range(3)), inputs), model(**inputs).logits)
 
 
-@pytest.mark.parametrize(("spec", "message"), [
-    ({"transformer.h.1.attn": "end"}, r"at transformer\.h\.1\.attn: it lies within transformer\.h\.1: cut at"),
-    ({"lm_head": "beginning"}, r"at lm_head: it is no block: cut at transformer\.h\.0 \(beginning\) to"),
-    ({"transformer.h.4": "end"}, r"has no module transformer\.h\.4: did you mean `transformer\.h\.\d`"),
-    ({"transformer.h.1": "middle"}, r"the split at transformer\.h\.1 is `middle`: choose from `beginning`, `end`"),
-    ({"transformer.h.1": "end", "transformer.h.2": "beginning"}, r"h\.1 and transformer\.h\.2 are in one place"),
-])
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"transformer.h.1.attn": "end"}, r"at transformer\.h\.1\.attn: it lies within transformer\.h\.1: cut at"),
+        ({"lm_head": "beginning"}, r"at lm_head: it is no block: cut at transformer\.h\.0 \(beginning\) to"),
+        ({"transformer.h.4": "end"}, r"has no module transformer\.h\.4: did you mean `transformer\.h\.\d`"),
+        ({"transformer.h.1": "middle"}, r"the split at transformer\.h\.1 is `middle`: choose from `beginning`, `end`"),
+        ({"transformer.h.1": "end", "transformer.h.2": "beginning"}, r"h\.1 and transformer\.h\.2 are in one place"),
+    ],
+)
 def test_a_split_spec_that_is_none(spec, message):
     with pytest.raises(ConfigError, match=message):
         split_at(build("gpt2 causal"), spec)
 
 
-@pytest.mark.parametrize(("model", "message"), [
-    (lambda: small("t5", "classification"), "T5ForSequenceClassification cannot be cut into stages: it has several"),
-    (lambda: small("xlnet", "causal_lm"), "XLNetLMHeadModel cannot be cut into stages: in turn they don't compute"),
-    (lambda: small("squeezebert", "masked_lm"), "SqueezeBertForMaskedLM .* does not call its blocks as modules"),
-    (lambda: nn.Linear(2, 2), "Linear cannot be cut into stages: it is no model of transformers"),
-    (lambda: BertModel(BertConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)),
-     "BertModel cannot be cut into stages: it has no head"),
-])
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            lambda: small("t5", "classification"),
+            "T5ForSequenceClassification cannot be cut into stages: it has several",
+        ),
+        (lambda: small("xlnet", "causal_lm"), "XLNetLMHeadModel cannot be cut into stages: in turn they don't compute"),
+        (lambda: small("squeezebert", "masked_lm"), "SqueezeBertForMaskedLM .* does not call its blocks as modules"),
+        (lambda: nn.Linear(2, 2), "Linear cannot be cut into stages: it is no model of transformers"),
+        (
+            lambda: BertModel(BertConfig(vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)),
+            "BertModel cannot be cut into stages: it has no head",
+        ),
+    ],
+)
 def test_what_cannot_be_cut_says_why(model, message):
     with pytest.raises(ConfigError, match=message):
         split_evenly(model(), 2)

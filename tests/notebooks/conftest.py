@@ -33,23 +33,40 @@ def execute(name, folder, cell_seconds=CELL_SECONDS, forked=True, **parameters):
         forked: the kernel is forked from this process, rather than started as a user's is.
     """
     done, answers = folder / f"{name}.ipynb", folder / "my_answers.json"
-    learner = {"PYTHONSTARTUP": str(Path(__file__).with_name("answering.py")), "COURSE_LESSON": name,
-               "COURSE_ANSWERS": str(answers)}
+    learner = {
+        "PYTHONSTARTUP": str(Path(__file__).with_name("answering.py")),
+        "COURSE_LESSON": name,
+        "COURSE_ANSWERS": str(answers),
+    }
     with mock.patch.dict(os.environ, learner), forked_kernels() if forked else contextlib.nullcontext():
-        papermill.execute_notebook(str(NOTEBOOKS / f"{name}.ipynb"), str(done), parameters, cwd=str(folder),
-                                   progress_bar=False, kernel_name="python3", execution_timeout=cell_seconds,
-                                   request_save_on_cell_execute=False, autosave_cell_every=0)
+        papermill.execute_notebook(
+            str(NOTEBOOKS / f"{name}.ipynb"),
+            str(done),
+            parameters,
+            cwd=str(folder),
+            progress_bar=False,
+            kernel_name="python3",
+            execution_timeout=cell_seconds,
+            request_save_on_cell_execute=False,
+            autosave_cell_every=0,
+        )
     notebook = nbformat.read(done, as_version=4)
     assert not [o for c in notebook.cells for o in c.get("outputs", []) if o.output_type == "error"]
     states = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {"state": {}})
-    assert "OutputModel" not in {state["model_name"] for state in states["state"].values()}, \
+    assert "OutputModel" not in {state["model_name"] for state in states["state"].values()}, (
         "nbclient now and then waits for ever for a cell with an Output widget: jupyter/nbclient, issue 312"
+    )
     assert claims.untrue(done, counted_only=True) == []
-    asked = [output.data[QUESTION]["name"] for cell in notebook.cells for output in cell.get("outputs", [])
-             if QUESTION in output.get("data", {})]
+    asked = [
+        output.data[QUESTION]["name"]
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if QUESTION in output.get("data", {})
+    ]
     kept = json.loads(answers.read_text())[name]
-    assert [question for question in asked if "measured" not in kept.get(question, {})] == [], \
+    assert [question for question in asked if "measured" not in kept.get(question, {})] == [], (
         "nobody can answer these before their results are shown, or nothing ever answers them"
+    )
     return recorded(done) | {"takeaways": takeaways(notebook)}
 
 

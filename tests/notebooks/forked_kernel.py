@@ -17,7 +17,7 @@ def start(command, env=None, cwd=None, **options):
     from ipykernel import debugger, kernelapp  # noqa: F401  here, or each kernel would import them anew
 
     def kernel():
-        sys.argv = ["ipykernel_launcher", *command[command.index("-f"):]]
+        sys.argv = ["ipykernel_launcher", *command[command.index("-f") :]]
         sys.path.insert(0, "")
         Application.clear_instance()  # that of whoever starts the kernel, such as nbgrader
         forget_accelerators()

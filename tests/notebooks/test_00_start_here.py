@@ -25,8 +25,11 @@ def test_it_says_how_fast_bf16_was_measured_to_be(values):
     factor = values["bf16_speedup"]
     assert factor == pytest.approx(values["bf16_gflops"] / values["fp32_gflops"]) and factor > 0
     advice = "faster: use it" if factor > 1 else "slower: stay with fp32"
-    assert says(values, f"multiplies at {values['fp32_gflops']:.0f} GFLOP/s in fp32. "
-                        f"bf16 is {max(factor, 1 / factor):.1f} times {advice}.")
+    assert says(
+        values,
+        f"multiplies at {values['fp32_gflops']:.0f} GFLOP/s in fp32. "
+        f"bf16 is {max(factor, 1 / factor):.1f} times {advice}.",
+    )
 
 
 def test_it_says_what_starts_took_and_shared(values):
@@ -46,8 +49,11 @@ def test_ranks_are_processes_of_their_own(values):
 def test_ranks_differ_before_the_all_reduce_and_agree_after(values):
     assert values["before"] == list(range(WORLD_SIZE))
     assert values["after"] == [values["sum_of_ranks"]] * WORLD_SIZE == [sum(range(WORLD_SIZE))] * WORLD_SIZE
-    assert says(values, f"a rank sends {values['all_reduce_gb_per_s']:.2f} GB/s, "
-                        f"and a copy in memory moves {values['copy_gb_per_s']:.2f} GB/s")
+    assert says(
+        values,
+        f"a rank sends {values['all_reduce_gb_per_s']:.2f} GB/s, "
+        f"and a copy in memory moves {values['copy_gb_per_s']:.2f} GB/s",
+    )
 
 
 def test_a_script_of_ones_own_meets_by_hand_and_by_torchrun(values):
@@ -66,7 +72,8 @@ def test_the_classes_are_as_the_text_counts_them():
 def test_each_rank_is_told_who_it_is_and_where_to_meet(values):
     told = values["told"]
     assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in told] == [
-        (str(rank), str(rank), str(WORLD_SIZE)) for rank in range(WORLD_SIZE)]
+        (str(rank), str(rank), str(WORLD_SIZE)) for rank in range(WORLD_SIZE)
+    ]
     assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in told}) == 1
 
 
@@ -76,8 +83,11 @@ def test_it_says_how_fast_the_ranks_were_beside_one(values):
     alone, single, many = values["speeds"]
     assert [round(speed, 2) for speed in values["speeds"]] == [statistics.median(turns) for turns in values["turns"]]
     assert values["speed_up"] == many / alone > 0
-    assert says(values, f"train {many / alone:.1f} times as fast as one rank that has them all, and "
-                        f"{many / single:.1f} times as fast as one on one thread.")
+    assert says(
+        values,
+        f"train {many / alone:.1f} times as fast as one rank that has them all, and "
+        f"{many / single:.1f} times as fast as one on one thread.",
+    )
     assert values["talk_share"] > 0
 
 

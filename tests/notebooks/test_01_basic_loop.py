@@ -12,8 +12,9 @@ STEPS, ROWS, LENGTH = 12, 16, 64
 
 @pytest.fixture(scope="module")
 def values(run_lesson):
-    return run_lesson("01_basic_loop", model="tiny-bert", steps=STEPS, batch_size=ROWS, length=LENGTH, micro_batches=4,
-                      world_size=2)
+    return run_lesson(
+        "01_basic_loop", model="tiny-bert", steps=STEPS, batch_size=ROWS, length=LENGTH, micro_batches=4, world_size=2
+    )
 
 
 def test_the_loop_from_scratch_is_the_trainers(values):
@@ -42,16 +43,22 @@ def test_the_peak_is_weights_states_and_activations(values):
 def test_it_says_how_long_the_phases_took(values):
     assert min(values["forward_ms"], values["matmul_rate"], values["backward_over_forward"]) > 0
     assert [len(tries) for tries in values["backward_over_forward_turns"].values()] == [8, 8]
-    assert says(values, f"Here it was {values['backward_over_forward_with_dropout']:.2f} with dropout and "
-                        f"{values['backward_over_forward_without_dropout']:.2f} without it, so ")
+    assert says(
+        values,
+        f"Here it was {values['backward_over_forward_with_dropout']:.2f} with dropout and "
+        f"{values['backward_over_forward_without_dropout']:.2f} without it, so ",
+    )
 
 
 def test_padding_is_counted_and_what_it_cost_is_said(values):
     assert values["padding in random batches"] > 0.4 > 0.25 > values["padding grouped by length"]
     assert values["tokens"]["random"] > 1.3 * values["tokens"]["grouped"] and values["random_over_grouped_seconds"] > 0
     saved, optimizer = values["padding_seconds_that_grouping_saves"], values["optimizer_seconds"]
-    assert says(values, f"costs {saved:.2f} s per 100 rows on this machine, "
-                        f"{'more' if saved > optimizer else 'less'} than the optimizer's {optimizer:.2f} s.")
+    assert says(
+        values,
+        f"costs {saved:.2f} s per 100 rows on this machine, "
+        f"{'more' if saved > optimizer else 'less'} than the optimizer's {optimizer:.2f} s.",
+    )
 
 
 def test_the_committed_run_learned():

@@ -63,24 +63,31 @@ def test_buckets_leave_early_in_reverse_order_only(lesson):
     assert missing["reverse order"] > 0 and missing["one per parameter"] > 0
     assert missing["forward order"] == missing["one bucket"] == 0
     hidden = lesson["hidden_share_of_time"]
-    assert hidden["forward order"] == hidden["one bucket"] == 0 < hidden["reverse order"] <= 1, \
+    assert hidden["forward order"] == hidden["one bucket"] == 0 < hidden["reverse order"] <= 1, (
         "not how much: what is begun before the backward ends has a part within it"
+    )
 
 
 def words_of(executed):
     """The takeaways of an executed notebook."""
     cells = nbformat.read(executed, as_version=4).cells
-    return [re.sub(r"<[^>]+>", "", html.unescape(output["data"]["text/html"])) for cell in cells
-            for output in cell.get("outputs", []) if "<b>Takeaway.</b>" in output.get("data", {}).get("text/html", "")]
+    return [
+        re.sub(r"<[^>]+>", "", html.unescape(output["data"]["text/html"]))
+        for cell in cells
+        for output in cell.get("outputs", [])
+        if "<b>Takeaway.</b>" in output.get("data", {}).get("text/html", "")
+    ]
 
 
 def test_the_first_takeaway_gives_each_way_its_own_number():
     """Leaving out either, and leaving out both, are three numbers; the stored page has them under their own words."""
     path = NOTEBOOKS / "02_data_parallel.ipynb"
     values, first = recorded(path), words_of(path)[0]
-    for words, name in ((r"Without the mean they drift (\S+) apart", "spread_broadcast_only"),
-                        (r"without the broadcast they stay (\S+) apart", "spread_mean_only"),
-                        (r"without both it is (\S+)\.$", "spread_nothing")):
+    for words, name in (
+        (r"Without the mean they drift (\S+) apart", "spread_broadcast_only"),
+        (r"without the broadcast they stay (\S+) apart", "spread_mean_only"),
+        (r"without both it is (\S+)\.$", "spread_nothing"),
+    ):
         assert float(re.search(words, first).group(1)) == pytest.approx(values[name], abs=0.005)
 
 
@@ -113,8 +120,11 @@ def ring_of_the_page(reduce_scatter, all_gather):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_ring_of_the_page_sums_as_torchs(page, ranks):
-    for rank, ((half, whole), torchs) in enumerate(launch(ring_of_the_page, page["reduce_scatter"], page["all_gather"],
-                                                          num_processes=ranks, device="cpu", timeout=240)):
+    for rank, ((half, whole), torchs) in enumerate(
+        launch(
+            ring_of_the_page, page["reduce_scatter"], page["all_gather"], num_processes=ranks, device="cpu", timeout=240
+        )
+    ):
         own = slice(rank * 12 // ranks, (rank + 1) * 12 // ranks)
         assert half[own] == torchs[own] and half != torchs, "without the all-gather a rank has its own part alone"
         assert whole == torchs
@@ -124,8 +134,9 @@ def tiny_against_torch(tiny, bucket_bytes):
     """Largest difference of a gradient, TinyDDP against torch's DDP, over two steps, and with the wait left out."""
     state = Accelerator()
     torch.manual_seed(state.process_index)
-    models = [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
-              for _ in range(2)]
+    models = [
+        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)) for _ in range(2)
+    ]
     ours, theirs = tiny(models[0], bucket_bytes), DistributedDataParallel(models[1])
     models[1].load_state_dict(models[0].state_dict())
     differences, unfinished = [], 0.0

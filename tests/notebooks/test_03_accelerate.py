@@ -62,11 +62,15 @@ def launch_after_an_accelerator():
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("provoke", [
-    lambda: launch(ask_the_wrapper, device="cpu", timeout=240),
-    lambda: launch(two_steps_with_an_unused_layer, device="cpu", timeout=240),
-    launch_after_an_accelerator,
-], ids=["wrapped", "unused", "notebook"])
+@pytest.mark.parametrize(
+    "provoke",
+    [
+        lambda: launch(ask_the_wrapper, device="cpu", timeout=240),
+        lambda: launch(two_steps_with_an_unused_layer, device="cpu", timeout=240),
+        launch_after_an_accelerator,
+    ],
+    ids=["wrapped", "unused", "notebook"],
+)
 def test_the_errors_it_quotes_are_real(provoke):
     with pytest.raises((RankError, ValueError)) as caught:
         provoke()

@@ -17,7 +17,7 @@ def test_by_hand_each_phase_changes_what_it_says(lesson):
     changed = lesson["changed_by_phase"]
     for rank in (0, 1):
         assert changed[f"after reduce, rank {rank}"] == [0.0] * 8
-        own, other = (changed[f"after the step, rank {rank}"][4 * r:4 * r + 4] for r in (rank, 1 - rank))
+        own, other = (changed[f"after the step, rank {rank}"][4 * r : 4 * r + 4] for r in (rank, 1 - rank))
         assert all(own) and not any(other)
     whole = changed["after gather, rank 0"]
     assert whole == changed["after gather, rank 1"] and whole[:6] == [-1.5] * 6 and whole[6:] == [-1.0] * 2

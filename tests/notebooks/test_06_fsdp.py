@@ -26,8 +26,16 @@ LAYERS, WIDTH, LINK_ROWS = 4, 64, 4
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
-    return run_lesson("06_fsdp", device="auto", world_size=2, layers=LAYERS, width=WIDTH, steps=6, micro_batches=8,
-                      link_rows=LINK_ROWS)
+    return run_lesson(
+        "06_fsdp",
+        device="auto",
+        world_size=2,
+        layers=LAYERS,
+        width=WIDTH,
+        steps=6,
+        micro_batches=8,
+        link_rows=LINK_ROWS,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +61,9 @@ def test_what_is_there_and_when(lesson, megabytes):
 def test_it_says_how_many_gathers_were_waited_for(lesson):
     """tests/lessons/test_slow_link.py counts them in virtual time; here a gather may be late, or a block slow."""
     assert {name: sorted(waits)[2] for name, waits in lesson["waits_of_all_steps"].items()} == {
-        "without prefetch": lesson["waits_no_prefetch"], "with prefetch": lesson["waits_prefetch"]}
+        "without prefetch": lesson["waits_no_prefetch"],
+        "with prefetch": lesson["waits_prefetch"],
+    }
     assert 0 < lesson["waits_no_prefetch"] <= 2 * LAYERS + 1 and 0 < lesson["waits_prefetch"] <= 2 * LAYERS + 1
     assert says(lesson, "block of memory and took the waits from ")
 
@@ -62,8 +72,9 @@ def test_when_a_gather_hides(lesson):
     """Both conditions by hand; the stated link on paper. What was measured is said, not demanded."""
     gpu, alpha = hardware.accelerator("H100"), 63 * hardware.NETWORK_LATENCY
     flops, weights = gpu.matmul_rate("bf16"), 12 * 8192**2
-    forward, backward = (lesson["tokens_that_hide"]["width 8192"][phase]
-                         for phase in ("forward", "backward, gradients in float32"))
+    forward, backward = (
+        lesson["tokens_that_hide"]["width 8192"][phase] for phase in ("forward", "backward, gradients in float32")
+    )
     assert alpha + 2 * weights / 50e9 == pytest.approx(2 * weights * forward / flops), "as long as the forward"
     assert 2 * alpha + (2 + 4) * weights / 50e9 == pytest.approx(4 * weights * backward / flops), "as the backward"
     assert lesson["tokens_that_hide"]["width 8192, inside one"]["forward"] < forward / 4
@@ -85,8 +96,17 @@ def test_what_one_types_at_work_trains_as_one_process(lesson):
     assert whole > 12 * LAYERS and nothing == 0
     cells = nbformat.read(NOTEBOOKS / "06_fsdp.ipynb", as_version=4).cells
     (typed,) = [cell.source for cell in cells if cell.source.startswith("def at_work")]
-    for line in ("init_device_mesh(", 'torch.device("meta")', "MixedPrecisionPolicy(", "fully_shard(block, mesh=mesh",
-                 "to_empty(", "set_model_state_dict(", ".backward()", "get_model_state_dict(", "checkpoint.save("):
+    for line in (
+        "init_device_mesh(",
+        'torch.device("meta")',
+        "MixedPrecisionPolicy(",
+        "fully_shard(block, mesh=mesh",
+        "to_empty(",
+        "set_model_state_dict(",
+        ".backward()",
+        "get_model_state_dict(",
+        "checkpoint.save(",
+    ):
         assert line in typed
 
 
@@ -151,7 +171,14 @@ def test_what_the_table_of_the_two_checkpoints_says(tmp_path):
 
 def test_boxes_that_a_rank_reads():
     assert [boxes_read(*ranks) for ranks in ((2, 1), (2, 2), (2, 3), (2, 4), (3, 4), (64, 48), (48, 64))] == [
-        2, 1, 2, 1, 2, 2, 2]
+        2,
+        1,
+        2,
+        1,
+        2,
+        2,
+        2,
+    ]
 
 
 def test_the_papers_row(lesson):
@@ -170,8 +197,11 @@ def errors():
     sharded = build()
     shard_with_torch(sharded, torch.optim.AdamW(sharded.parameters()))
     other = build()
-    for attempt in (engine.state_dict, lambda: sharded.get_input_embeddings()(torch.zeros(1, 4, dtype=torch.long)),
-                    lambda: FullyShardedDataParallel(other, torch.optim.Adafactor(other.parameters()))):
+    for attempt in (
+        engine.state_dict,
+        lambda: sharded.get_input_embeddings()(torch.zeros(1, 4, dtype=torch.long)),
+        lambda: FullyShardedDataParallel(other, torch.optim.Adafactor(other.parameters())),
+    ):
         try:
             attempt()
         except Exception as error:

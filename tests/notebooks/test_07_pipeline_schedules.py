@@ -40,8 +40,11 @@ def test_it_says_how_long_its_ranks_waited(lesson):
         told = page[f"bubble_{name}"] if name in MEASURED else page["bubbles_measured_of_both"][0]
         assert len(shares) == 5 and told == sorted(shares)[2], "what is told is the median"
     assert says(lesson, f"was {bubble['naive']:.0%} with one at a time, and {bubble['gpipe']:.0%} with GPipe")
-    assert says(lesson, f"{bubble['1f1b']:.0%} (1F1B), {bubble['only_split']:.0%} (split alone), "
-                        f"{bubble['zb_h1']:.0%} (ZB-H1) and {bubble['zbv']:.0%} (ZB-V)")
+    assert says(
+        lesson,
+        f"{bubble['1f1b']:.0%} (1F1B), {bubble['only_split']:.0%} (split alone), "
+        f"{bubble['zb_h1']:.0%} (ZB-H1) and {bubble['zbv']:.0%} (ZB-V)",
+    )
     assert lesson["own_wait"] == pytest.approx({"1f1b": 3 / 11, "zb_h1": 1 / 9, "zb_h2": 0, "zbv": 0})
 
 
@@ -68,8 +71,11 @@ def test_the_cells_to_try_run_as_they_are_written(capsys):
     for text in typed:
         exec("\n".join([*imports, text]), {})
     lines = capsys.readouterr().out.splitlines()
-    step = {(case, name): float(step) for case, found in enumerate((lines[:4], lines[4:8]))
-            for name, step, _ in map(str.split, found)}
+    step = {
+        (case, name): float(step)
+        for case, found in enumerate((lines[:4], lines[4:8]))
+        for name, step, _ in map(str.split, found)
+    }
     assert step[1, "1f1b"] - step[1, "zb_h1"] > step[0, "1f1b"] - step[0, "zb_h1"], "its lead grows"
     assert step[1, "zb_auto"] == step[1, "zb_h1"] and "zbv 34.5 0.072" in lines and "zbv 25.5 0.059" in lines
     assert "zb_h1 48.0 0.375 [48.0, 24.0, 24.0, 24.0]" in lines, "as long as what its first rank computes"
@@ -97,8 +103,12 @@ def test_why_the_lag_of_rank_r_is_r():
 
 
 def test_broken_tables_are_refused_each_for_its_fault(lesson):
-    faults = {"hangs": "mine waits for itself", "lacks_an_action": "mine lacks 0I1",
-              "wrong_order": "rank 0 of mine has 0B1 before 0F1", "half_a_backward": "mine lacks 0W0"}
+    faults = {
+        "hangs": "mine waits for itself",
+        "lacks_an_action": "mine lacks 0I1",
+        "wrong_order": "rank 0 of mine has 0B1 before 0F1",
+        "half_a_backward": "mine lacks 0W0",
+    }
     for name, fault in faults.items():
         assert lesson[f"refused_{name}"].startswith(fault)
 
@@ -124,8 +134,12 @@ def test_what_is_said_of_the_choice_is_so():
 def test_what_is_stored_is_what_the_tables_are_now(lesson):
     stored = nbformat.read(NOTEBOOKS / "07_pipeline_schedules.ipynb", as_version=4)
     record = "application/vnd.course.record+json"
-    said = {output.data[record]["name"]: output.data[record]["value"] for cell in stored.cells
-            for output in cell.get("outputs", []) if record in output.get("data", {}) and "name" in output.data[record]}
+    said = {
+        output.data[record]["name"]: output.data[record]["value"]
+        for cell in stored.cells
+        for output in cell.get("outputs", [])
+        if record in output.get("data", {}) and "name" in output.data[record]
+    }
     for name in ("simulated", "held", "own_wait", "least_bubble", "looked_at", "fit", "best"):
         assert said[name] == lesson[name], f"{name}: run `python tools/notebooks.py`"
 
@@ -157,9 +171,11 @@ def test_the_explorer_says_what_its_sliders_say():
 
 def test_what_goes_wrong_says_what_the_lesson_says():
     told = []
-    for attempt in (lambda: check(csv_form.parse("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "mine")),
-                    lambda: make("dualpipev", 4, 2),
-                    lambda: build({"training_type": "pipeline", "batch_size": 3, "pipeline_chunks": 4})):
+    for attempt in (
+        lambda: check(csv_form.parse("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "mine")),
+        lambda: make("dualpipev", 4, 2),
+        lambda: build({"training_type": "pipeline", "batch_size": 3, "pipeline_chunks": 4}),
+    ):
         with pytest.raises(ConfigError) as error:
             attempt()
         told.append(str(error.value))

@@ -21,8 +21,9 @@ LAYERS, WIDTH, VOCABULARY = 4, 32, 128
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
-    return run_lesson("08_tensor_and_hybrid", device="auto", world_size=2, layers=LAYERS, width=WIDTH, steps=6,
-                      vocabulary=VOCABULARY)
+    return run_lesson(
+        "08_tensor_and_hybrid", device="auto", world_size=2, layers=LAYERS, width=WIDTH, steps=6, vocabulary=VOCABULARY
+    )
 
 
 def test_the_sum_is_all_that_the_forward_needs(lesson):
@@ -116,8 +117,9 @@ def test_bytes_by_axis(lesson):
 def whole_layer():
     """A layer of the page's transformer: four matrices of attention, two of the MLP, two norms."""
     linears = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
-    return nn.ModuleList([*linears, nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH),
-                          nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+    return nn.ModuleList(
+        [*linears, nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)]
+    )
 
 
 def test_the_order_of_the_axes_is_worth_more_than_the_gpus(lesson):
@@ -143,8 +145,10 @@ def test_where_three_axes_pay(lesson):
     models = {"small": (24, 2048), "medium": (32, 4096), "large": (80, 8192), "huge": (96, 12288)}
     grids = grid_times.best_grids(models, (8, 64, 256), grid_times.Machines())
     assert lesson["best_on_256"] == {name: row[-1] for name, row in grids.items()}
-    sizes = {name.split(",")[0]: [[int(size) for size in cell.split(" × ")] if "×" in cell else None for cell in row]
-             for name, row in grids.items()}
+    sizes = {
+        name.split(",")[0]: [[int(size) for size in cell.split(" × ")] if "×" in cell else None for cell in row]
+        for name, row in grids.items()
+    }
     assert list(sizes) == list(models) and all(len(row) == 3 for row in sizes.values())
     assert sizes["small"] == [[count, 1, 1] for count in (8, 64, 256)]
     assert {name for name, row in sizes.items() if any(axes and min(axes) > 1 for axes in row)} == {"large", "huge"}

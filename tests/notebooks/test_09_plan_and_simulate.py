@@ -16,8 +16,9 @@ MODEL, GPU, GPUS = "llama-1b", "H100", 64
 @pytest.fixture(scope="module")
 def lesson(run_lesson):
     """With a model of one billion parameters in the place of 8: the same cells, in less time."""
-    return run_lesson("09_plan_and_simulate", device="auto", model=MODEL, gpu=GPU, gpus=GPUS, sequence_length=512,
-                      world_size=2)
+    return run_lesson(
+        "09_plan_and_simulate", device="auto", model=MODEL, gpu=GPU, gpus=GPUS, sequence_length=512, world_size=2
+    )
 
 
 def test_an_8b_in_the_head(lesson):
@@ -80,8 +81,17 @@ def test_the_seconds_on_the_page_are_the_librarys(name, gpu):
     page = {}
     exec(next(cell for cell in cells if cell.startswith("def seconds_of_a_step")), page)
     for ranks, rows, accumulation in ((8, 1, 1), (64, 4, 2), (512, 1, 1)):
-        plan = Plan(512, engine="fsdp", stage=3, data=ranks, micro_batch=rows, accumulation=accumulation, compiled=True,
-                    loss="chunked", head="gathered")
+        plan = Plan(
+            512,
+            engine="fsdp",
+            stage=3,
+            data=ranks,
+            micro_batch=rows,
+            accumulation=accumulation,
+            compiled=True,
+            loss="chunked",
+            head="gathered",
+        )
         cluster = hardware.cluster(gpu, ranks)
         yours = page["seconds_of_a_step"](models.load(name), plan, cluster)
         assert sum(yours.values()) == pytest.approx(cost.estimate(models.load(name), plan, cluster).step)
@@ -135,10 +145,17 @@ def test_it_says_which_rows_to_distrust(lesson):
     table = planning_lab.known_errors().set_index("kind")
     off = table["90th percentile"].str.rstrip("%").astype(float)
     speeds = off[[not kind.endswith("memory") and not kind.startswith(("all", "two ranks")) for kind in off.index]]
-    assert set(speeds[speeds > 50].index) == {"ZeRO-3 against 3-D", "nanotron, best", "nanotron, logs", "torchtitan CP",
-                                              "torchtitan TP", "EasyContext"}
+    assert set(speeds[speeds > 50].index) == {
+        "ZeRO-3 against 3-D",
+        "nanotron, best",
+        "nanotron, logs",
+        "torchtitan CP",
+        "torchtitan TP",
+        "EasyContext",
+    }
     assert {"torchtitan FSDP", "Megatron, weak scaling", "MosaicML FSDP", "NeMo, long sequences"} <= set(
-        speeds[speeds <= 20].index)
+        speeds[speeds <= 20].index
+    )
     assert lesson["rows_compared"] == margins.THROUGHPUT.rows
     assert lesson["median_error"] == pytest.approx(100 * margins.THROUGHPUT.median)
     assert says(lesson, "Distrust most what is like “nanotron, logs”: 129.0%.")

@@ -38,8 +38,11 @@ def test_the_watchdog_accuses_the_culprit_alone(lesson):
 
 def test_forty_lines_name_the_rank_that_the_library_names(lesson):
     assert lesson["found_by_forty_lines"] == {
-        "skipped step": [1, "behind", 4], "mismatched collectives": [1, "mismatched", 1],
-        "different dtypes": [1, "mismatched", 1], "stopped rank": [1, "behind", 3]}
+        "skipped step": [1, "behind", 4],
+        "mismatched collectives": [1, "mismatched", 1],
+        "different dtypes": [1, "mismatched", 1],
+        "stopped rank": [1, "behind", 3],
+    }
     assert lesson["named_by_forty_lines"] == 4 and lesson["named_by_names_alone"] == 3, "a dtype has no name"
     assert lesson["both_name_rank_and_number"]
 
@@ -59,9 +62,17 @@ def test_what_is_gloos_alone_is_said_to_be():
     cells = nbformat.read(NOTEBOOKS / "10_faults_and_hangs.ipynb", as_version=4).cells
     prose = " ".join("\n".join(cell.source for cell in cells if cell.cell_type == "markdown").split())
     assert "NCCL's own rec" not in prose
-    for named in ("It exists for gloo alone", "with `wait_all_ranks=True`, as here, all of them",
-                  "belongs to `ProcessGroupNCCL`", "@record", "--max-restarts", "torch.distributed.debug", "ncclras",
-                  "Root Cause", "rendezvous"):
+    for named in (
+        "It exists for gloo alone",
+        "with `wait_all_ranks=True`, as here, all of them",
+        "belongs to `ProcessGroupNCCL`",
+        "@record",
+        "--max-restarts",
+        "torch.distributed.debug",
+        "ncclras",
+        "Root Cause",
+        "rendezvous",
+    ):
         assert named in prose, named
     source = inspect.getsource(torch.distributed.monitored_barrier)
     assert "Backend.GLOO" in source and "wait_all_ranks" in source
@@ -71,8 +82,9 @@ def test_what_is_gloos_alone_is_said_to_be():
 def test_contents_that_do_not_fit(lesson):
     assert lesson["sum_of_tokens"] == pytest.approx(256, abs=0.01) and lesson["sum_of_tokens_cured"] == 384
     assert 1 <= lesson["runs_with_an_error"] <= 2, "the one with dtypes raises none; the one with shapes need not"
-    assert lesson["detail_named"] == {name: [1] for name in
-                                      ("mismatched collectives", "different shapes", "different dtypes")}
+    assert lesson["detail_named"] == {
+        name: [1] for name in ("mismatched collectives", "different shapes", "different dtypes")
+    }
 
 
 def test_ranks_that_are_gone(lesson):
@@ -92,8 +104,12 @@ def test_numbers_that_go_bad(lesson):
     assert lesson["runs_that_say_nothing"] == 2
     assert len(lesson["losses_cured"]) == 3 and all(map(math.isfinite, lesson["losses_cured"]))
     assert lesson["loss_fell_with_two_models"] and lesson["weights_apart"] == pytest.approx(0.5)
-    assert lesson["named"] == {"NaN on one rank": [1], "diverging parameters": [1], "out of memory": [1],
-                               "full disk": [0]}
+    assert lesson["named"] == {
+        "NaN on one rank": [1],
+        "diverging parameters": [1],
+        "out of memory": [1],
+        "full disk": [0],
+    }
 
 
 def test_who_speaks_and_who_did_it(lesson):
@@ -109,8 +125,10 @@ def test_what_goes_wrong_says_what_the_lesson_says():
     prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
     headings = re.findall(r"^\*\*`(.+?)`\*\*", prose.split("## When it goes wrong")[1], re.MULTILINE)
     assert len(headings) == 3
-    with open(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so", "rb") as library, \
-            mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ) as built:
+    with (
+        open(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so", "rb") as library,
+        mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ) as built,
+    ):
         for heading in headings:
             constant = re.split(r"\d", heading)[0]
             assert len(constant) > 15 and built.find(constant.encode()) > 0

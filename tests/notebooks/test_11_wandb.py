@@ -25,8 +25,15 @@ STEPS, SEEDS, SWEEP_STEPS, ROWS = 20, 2, 16, 120
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     with wandb_imported():
-        return run_alone("11_wandb", tmp_path_factory.mktemp("alone"), world_size=2, steps=STEPS, seeds=SEEDS,
-                         sweep_steps=SWEEP_STEPS, scored_rows=ROWS)
+        return run_alone(
+            "11_wandb",
+            tmp_path_factory.mktemp("alone"),
+            world_size=2,
+            steps=STEPS,
+            seeds=SEEDS,
+            sweep_steps=SWEEP_STEPS,
+            scored_rows=ROWS,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +69,11 @@ def test_three_trackers_keep_the_numbers_that_the_formula_gives(lesson):
 
 def test_it_says_what_a_row_and_a_slow_tracker_cost(lesson):
     assert min(lesson[f"{way}_in_the_step"] for way in ("jsonl", "wandb")) > 0
-    assert says(lesson, f"A row cost {lesson['wandb_in_the_step']:.2f} ms with W&B in the step, "
-                        f"{lesson['wandb_handed_over']:.3f} ms handed over.")
+    assert says(
+        lesson,
+        f"A row cost {lesson['wandb_in_the_step']:.2f} ms with W&B in the step, "
+        f"{lesson['wandb_handed_over']:.3f} ms handed over.",
+    )
     assert says(lesson, f"cost the last rank {lesson['slow_on_the_last_rank']:.0f} ms per step")
 
 
@@ -111,8 +121,20 @@ def test_the_page_has_every_call_of_the_api_that_it_names():
     cells = nbformat.read(NOTEBOOKS / "11_wandb.ipynb", as_version=4).cells
     code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
     prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    for typed in ("wandb.init(", 'mode="offline"', "config=", "run.define_metric(", "run.log(", "wandb.Table(",
-                  "wandb.Artifact(", "run.log_artifact(", "run.summary[", "run.finish()", 'resume="allow"', "group="):
+    for typed in (
+        "wandb.init(",
+        'mode="offline"',
+        "config=",
+        "run.define_metric(",
+        "run.log(",
+        "wandb.Table(",
+        "wandb.Artifact(",
+        "run.log_artifact(",
+        "run.summary[",
+        "run.finish()",
+        'resume="allow"',
+        "group=",
+    ):
         assert typed in code, typed
     for named in ('mode="shared"', "run.alert(", "run.watch(", "wandb.sweep(", "wandb.agent(", "use_artifact("):
         assert named in prose, named
@@ -134,8 +156,11 @@ def test_two_models_are_paired_row_by_row_and_settings_by_seeds(lesson):
     low, high = lesson["spreads"]
     assert says(lesson, f"Seeds spread the test loss by {low:.3f} nats at 0.0003, and by {high:.3f} at 0.001")
     assert lesson["spread_ratio"] == pytest.approx(high / low)
-    assert says(lesson, f"{abs(lesson['gap']):.3f} nats apart, {'more' if more else 'less'} than two paired standard "
-                        f"errors, {2 * lesson['paired_error']:.3f}.")
+    assert says(
+        lesson,
+        f"{abs(lesson['gap']):.3f} nats apart, {'more' if more else 'less'} than two paired standard "
+        f"errors, {2 * lesson['paired_error']:.3f}.",
+    )
 
 
 def test_the_wrong_rows_are_all_there_and_not_all_of_one_answer(lesson):
@@ -157,8 +182,11 @@ def test_what_goes_wrong_says_what_the_lesson_says(tmp_path, capsys, monkeypatch
     cells = nbformat.read(NOTEBOOKS / "11_wandb.ipynb", as_version=4).cells
     prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
     said = []
-    for arguments in (("train", "--tracker", "wandbb"), ("runs", "runs", "--report", "r.md", "--metrics", "train/los"),
-                      ("runs", "somewhere")):
+    for arguments in (
+        ("train", "--tracker", "wandbb"),
+        ("runs", "runs", "--report", "r.md", "--metrics", "train/los"),
+        ("runs", "somewhere"),
+    ):
         assert main(list(arguments)) == 2
         said.append(capsys.readouterr().err.strip().removeprefix("course: ").partition(" of runs")[0])
     assert len(said) == 3 and [message for message in said if f"Error: {message}" not in " ".join(prose.split())] == []

@@ -23,8 +23,16 @@ def lesson(run_lesson):
 
 
 def test_the_request_has_its_parts(lesson):
-    assert {"HyperParameters", "InputDataConfig", "ResourceConfig", "StoppingCondition", "CheckpointConfig",
-            "OutputDataConfig", "RoleArn", "AlgorithmSpecification"} <= set(lesson["parts_of_the_request"])
+    assert {
+        "HyperParameters",
+        "InputDataConfig",
+        "ResourceConfig",
+        "StoppingCondition",
+        "CheckpointConfig",
+        "OutputDataConfig",
+        "RoleArn",
+        "AlgorithmSpecification",
+    } <= set(lesson["parts_of_the_request"])
 
 
 def test_the_class_of_the_sdk_is_typed_on_the_page_and_makes_the_same_request(lesson):
@@ -32,8 +40,14 @@ def test_the_class_of_the_sdk_is_typed_on_the_page_and_makes_the_same_request(le
     assert set(lesson["parts_of_the_request"]) <= set(lesson["parts_by_hand"])
     cells = nbformat.read(NOTEBOOKS / "12_sagemaker.ipynb", as_version=4).cells
     code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
-    for typed in ("ModelTrainer(", "configs.SourceCode(", "configs.Compute(", "Torchrun(", "trainer.train(",
-                  "source(sagemaker.model_trainer)"):
+    for typed in (
+        "ModelTrainer(",
+        "configs.SourceCode(",
+        "configs.Compute(",
+        "Torchrun(",
+        "trainer.train(",
+        "source(sagemaker.model_trainer)",
+    ):
         assert typed in code, typed
 
 
@@ -56,22 +70,30 @@ def test_every_launcher_has_a_script(lesson):
 
 
 def test_attempts_are_told_apart():
-    log = ["[algo-1] metrics: step=1 epoch=0.1 loss=1.5 x=1", "[algo-1] resumed from f (step 1 of 2)",
-           "[algo-1] metrics: step=2 epoch=0.2 loss=1.25 x=1", "[algo-1] metrics: step=2 epoch=0.2 eval.loss=9"]
+    log = [
+        "[algo-1] metrics: step=1 epoch=0.1 loss=1.5 x=1",
+        "[algo-1] resumed from f (step 1 of 2)",
+        "[algo-1] metrics: step=2 epoch=0.2 loss=1.25 x=1",
+        "[algo-1] metrics: step=2 epoch=0.2 eval.loss=9",
+    ]
     assert losses_by_attempt(log) == [{1: 1.5}, {2: 1.25}]
 
 
 def test_what_goes_wrong_says_what_the_lesson_says():
     told = []
-    for attempt in (lambda: Job(build({"num_processes": 3}), "ml.m5.xlarge", 2), lambda: Account("admin"),
-                    lambda: Account(ROLE, environment={"WANDB_API_KEY": "x"})):
+    for attempt in (
+        lambda: Job(build({"num_processes": 3}), "ml.m5.xlarge", 2),
+        lambda: Account("admin"),
+        lambda: Account(ROLE, environment={"WANDB_API_KEY": "x"}),
+    ):
         with pytest.raises((ConfigError, CloudError)) as error:
             attempt()
         told.append(str(error.value))
     cells = nbformat.read(NOTEBOOKS / "12_sagemaker.ipynb", as_version=4).cells
     prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    headings = [line.removeprefix("- **").split("**")[0].strip("` ") for line in prose.splitlines()
-                if line.startswith("- **`")]
+    headings = [
+        line.removeprefix("- **").split("**")[0].strip("` ") for line in prose.splitlines() if line.startswith("- **`")
+    ]
     assert len(headings) == 3
     for message, heading in zip(told, headings, strict=True):
         assert message.startswith(heading)

@@ -20,19 +20,45 @@ from tests.narrow_presets import narrow_presets  # noqa: F401
 from tests.notebooks.conftest import NOTEBOOKS, says, takeaways
 
 DECISIONS = {
-    "dataset": "tweets", "recipe": {"task": "classification", "learning_rate": 5e-4, "max_length": 32},
-    "model": "tiny-bert", "strategy": "fsdp", "world_size": 2, "device": "cpu", "global_batch": 16, "steps": 16,
-    "save_steps": 5, "kill_step": 13, "other": {"strategy": "ddp"}, "seeds": [1, 2], "rows": 16_000,
-    "rented": {"model": "gpt2-xl", "dataset": "dair-ai/emotion", "max_length": 64, "learning_rate": 1e-5,
-               "save_steps": 50},
-    "instance_type": "ml.g5.12xlarge", "instance_count": 1, "hours": 0.6, "budget": 5.0}
+    "dataset": "tweets",
+    "recipe": {"task": "classification", "learning_rate": 5e-4, "max_length": 32},
+    "model": "tiny-bert",
+    "strategy": "fsdp",
+    "world_size": 2,
+    "device": "cpu",
+    "global_batch": 16,
+    "steps": 16,
+    "save_steps": 5,
+    "kill_step": 13,
+    "other": {"strategy": "ddp"},
+    "seeds": [1, 2],
+    "rows": 16_000,
+    "rented": {
+        "model": "gpt2-xl",
+        "dataset": "dair-ai/emotion",
+        "max_length": 64,
+        "learning_rate": 1e-5,
+        "save_steps": 50,
+    },
+    "instance_type": "ml.g5.12xlarge",
+    "instance_count": 1,
+    "hours": 0.6,
+    "budget": 5.0,
+}
 
 
 @pytest.fixture(scope="module")
 def lesson(run_lesson, tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
-    return run_lesson("13_capstone", output_dir=str(folder), model="tiny-bert", steps=10, save_steps=3,
-                      kill_step=8, other={"strategy": "ddp"}) | {"folder": folder}
+    return run_lesson(
+        "13_capstone",
+        output_dir=str(folder),
+        model="tiny-bert",
+        steps=10,
+        save_steps=3,
+        kill_step=8,
+        other={"strategy": "ddp"},
+    ) | {"folder": folder}
 
 
 def stored():
@@ -60,8 +86,11 @@ def test_the_yardstick_is_a_constant_that_knows_the_class_shares(lesson):
         assert values["constant_loss"] == pytest.approx(constant, abs=1e-6)
         assert values["learned"] == (values["test_loss"] < values["loss_high"] < constant)
         learned = "it has" if values["learned"] else "that it has learned anything"
-        assert says(values, f"test loss is {values['test_loss']:.3f}, {values['loss_high']:.3f} at the upper end of "
-                            f"its interval, a constant's {constant:.3f}: {learned}")
+        assert says(
+            values,
+            f"test loss is {values['test_loss']:.3f}, {values['loss_high']:.3f} at the upper end of "
+            f"its interval, a constant's {constant:.3f}: {learned}",
+        )
     assert not lesson["learned"] and lesson["test_loss"] < math.log(3), "a tiny model from scratch beats guessing only"
     assert stored()["learned"] and stored()["macro_f1_low"] > lesson["majority_macro_f1"] > 0
 
@@ -108,18 +137,32 @@ def evidence(project, **changed):
         gpus = accelerators(project.instance_type)
         priced = estimate(Job(config, project.instance_type, project.instance_count, gpus, max_hours=project.hours))
         job = judged.JobSubmission("slurm", "job.sbatch", priced.job, config.output.save_steps)
-    runs = [Tracked(arm, seed, 256, 0.9 + seed / 100, 1.0, 70.0, 16.0, 9.0, 0.3)
-            for seed in (1, 2) for arm in ("chosen", "other")]
+    runs = [
+        Tracked(arm, seed, 256, 0.9 + seed / 100, 1.0, 70.0, 16.0, 9.0, 0.3)
+        for seed in (1, 2)
+        for arm in ("chosen", "other")
+    ]
     whole = Resumed("", 1000, 0, record(1, 16))
     killed = Broken("rank 1 was killed by SIGKILL", True, 13, "checkpoint-000010", 3, {1: 1.1})
-    return judged.Evidence(**{"rented": plan, "here": decisions.Here(16.0, 10.0, 300.0, 1.03, 3, 0.23), "runs": runs,
-                              "differing": ["strategy", "seed"], "broken": killed, "resumed": whole,
-                              "submitted": job} | changed)
+    return judged.Evidence(
+        **{
+            "rented": plan,
+            "here": decisions.Here(16.0, 10.0, 300.0, 1.03, 3, 0.23),
+            "runs": runs,
+            "differing": ["strategy", "seed"],
+            "broken": killed,
+            "resumed": whole,
+            "submitted": job,
+        }
+        | changed
+    )
 
 
 def runs_with(arm="both", **changed):
-    return [dataclasses.replace(run, **changed) if arm in ("both", run.arm) else run
-            for run in evidence(decisions.Project.of(DECISIONS)).runs]
+    return [
+        dataclasses.replace(run, **changed) if arm in ("both", run.arm) else run
+        for run in evidence(decisions.Project.of(DECISIONS)).runs
+    ]
 
 
 LOST = Broken("rank 1 was killed by SIGKILL", True, 3, None, 3, {1: 1.1})
@@ -135,8 +178,12 @@ BAD = [  # decisions, what they leave, the criteria that fail, and a word of the
     ({}, lambda: {"runs": runs_with("chosen", loss=1.05)}, {"learned"}, "no better than a constant"),
     ({}, lambda: {"runs": runs_with("chosen", loss_high=1.04)}, {"learned"}, "the 95 % interval over the scored rows"),
     ({}, lambda: {"runs": runs_with("chosen", macro_f1_low=0.2)}, {"learned"}, "may be as low as 0.20"),
-    ({"kill_step": 3}, lambda: {"broken": LOST, "resumed": Resumed("no whole checkpoint in broken")},
-     {"survived", "exact"}, "before the first checkpoint at step 5"),
+    (
+        {"kill_step": 3},
+        lambda: {"broken": LOST, "resumed": Resumed("no whole checkpoint in broken")},
+        {"survived", "exact"},
+        "before the first checkpoint at step 5",
+    ),
     ({"kill_step": 99}, lambda: {"broken": ALIVE}, {"survived", "exact"}, "there is no step 99"),
     ({}, lambda: {"resumed": Resumed("", 1000, 4, record(1, 16))}, {"exact"}, "deterministic"),
     ({}, lambda: {"resumed": Resumed("", 1000, 0, record(2, 16))}, {"exact"}, "misses steps"),
@@ -175,16 +222,23 @@ def test_bad_decisions_fail_their_criteria_and_no_others(decided, left, names, r
     assert page.count("- [ ] ") == len(names) and reason in page
 
 
-@pytest.mark.parametrize(("losses", "said"), [
-    ({"chosen": (1.0, 1.1), "other": (1.0 + 1e-6, 1.1)}, "differ by rounding alone"),
-    ({"chosen": (1.0, 1.1), "other": (0.94, 1.14)}, "0.01 nats apart, less than two standard errors of 0.05"),
-    ({"chosen": (1.0, 1.2), "other": (1.05, 1.26)}, "the chosen arm's loss is 0.055 nats lower, more than two"),
-    ({"chosen": (1.0, 1.2), "other": (0.95, 1.14)}, "the other arm's loss is 0.055 nats lower, more than two"),
-    ({"chosen": (1.0,), "other": (1.2,)}, "without a second seed that has no standard error")])
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ({"chosen": (1.0, 1.1), "other": (1.0 + 1e-6, 1.1)}, "differ by rounding alone"),
+        ({"chosen": (1.0, 1.1), "other": (0.94, 1.14)}, "0.01 nats apart, less than two standard errors of 0.05"),
+        ({"chosen": (1.0, 1.2), "other": (1.05, 1.26)}, "the chosen arm's loss is 0.055 nats lower, more than two"),
+        ({"chosen": (1.0, 1.2), "other": (0.95, 1.14)}, "the other arm's loss is 0.055 nats lower, more than two"),
+        ({"chosen": (1.0,), "other": (1.2,)}, "without a second seed that has no standard error"),
+    ],
+)
 def test_the_arms_are_compared_seed_by_seed(losses, said):
     """Far apart over seeds and close within each: the seeds' spread is no part of the difference's error."""
-    runs = [Tracked(arm, seed, 256, loss, loss + 0.1, 70.0, 16.0, 9.0)
-            for arm, values in losses.items() for seed, loss in enumerate(values)]
+    runs = [
+        Tracked(arm, seed, 256, loss, loss + 0.1, 70.0, 16.0, 9.0)
+        for arm, values in losses.items()
+        for seed, loss in enumerate(values)
+    ]
     assert said in judged.conclusion(runs) and "luck" not in judged.conclusion(runs)
 
 
@@ -206,14 +260,23 @@ def test_seeds_that_were_changed_are_found_in_what_the_trackers_kept(tmp_path):
     configs = project.arms(tmp_path)
     assert [config.run.seed for config in configs] == [1, 7, 2, 7]
     for config in configs:
-        tracker = JsonLinesTracker(RunInfo(config.output_dir.name, config.output_dir.name, "project", None,
-                                           config.output_dir / "tracking"))
+        tracker = JsonLinesTracker(
+            RunInfo(config.output_dir.name, config.output_dir.name, "project", None, config.output_dir / "tracking")
+        )
         tracker.start()
         tracker.store_init_configuration(flatten(config) | {"world_size": 2})
         for step in range(1, 17):
             tracker.log({"train/loss": 1.0, "train/seconds": step / 10, "train/samples_per_second": 160.0}, step)
-        tracker.log({"capstone/states": 16.0, "capstone/sent": 9.0, "test/loss": 1.0, "test/loss_high": 1.01,
-                     "test/macro_f1_low": 0.3}, 16)
+        tracker.log(
+            {
+                "capstone/states": 16.0,
+                "capstone/sent": 9.0,
+                "test/loss": 1.0,
+                "test/loss_high": 1.01,
+                "test/macro_f1_low": 0.3,
+            },
+            16,
+        )
         tracker.finish()
     runs, differing = rehearsal.read_back(tmp_path)
     assert differing == ["strategy", "seed"] and [run.samples for run in runs] == [256] * 4
@@ -240,10 +303,18 @@ def test_an_arm_with_another_batch_sees_as_many_rows(tmp_path):
         assert decisions.rows_of_a_step(config, 2) == 16 and config.run.max_steps == 16
 
 
-@pytest.mark.parametrize(("decided", "says"), [
-    ({"strategy": "fdsp"}, "fsdp"), ({"global_batch": 15}, "global_batch 15 on 2 ranks"),
-    ({"world_size": 1}, "two ranks or more"), ({"rented": {}}, "names no model"), ({"steps": 4}, "a run of 4 steps"),
-    ({"other": {"batch_size": 80}}, "a run of 2 steps"), ({"other": {"strategi": "ddp"}}, "strategy")])
+@pytest.mark.parametrize(
+    ("decided", "says"),
+    [
+        ({"strategy": "fdsp"}, "fsdp"),
+        ({"global_batch": 15}, "global_batch 15 on 2 ranks"),
+        ({"world_size": 1}, "two ranks or more"),
+        ({"rented": {}}, "names no model"),
+        ({"steps": 4}, "a run of 4 steps"),
+        ({"other": {"batch_size": 80}}, "a run of 2 steps"),
+        ({"other": {"strategi": "ddp"}}, "strategy"),
+    ],
+)
 def test_impossible_decisions_are_refused_in_a_line(decided, says, tmp_path):
     with pytest.raises(ConfigError, match=says):
         decisions.Project.of(DECISIONS | decided).arms(tmp_path)

@@ -36,13 +36,21 @@ def test_the_audit_by_hand_accuses_nobody_who_is_right_and_names_factor_and_axis
     assert lesson["tolerances"]["float32"] < 1e-3 < lesson["tolerances"]["bfloat16"] < 0.1
 
 
-WRONG = {1: ("all nine", "1/3", "0.3333 times the right one, the size of tp"),
-         2: ("those of norm, and embedding.weight", "no factor: each rank has its own",
-             "each rank of tp has its own part; their sum is the right one"),
-         3: ("down.bias", "1/3", "0.3333 times the right one, the size of tp"),
-         4: ("all nine", "another factor", "times the right one, the size of no axis"),
-         5: ("up.weight and down.weight", "no factor: each rank has its own",
-             "each rank of dp has its own part; their mean is the right one")}
+WRONG = {
+    1: ("all nine", "1/3", "0.3333 times the right one, the size of tp"),
+    2: (
+        "those of norm, and embedding.weight",
+        "no factor: each rank has its own",
+        "each rank of tp has its own part; their sum is the right one",
+    ),
+    3: ("down.bias", "1/3", "0.3333 times the right one, the size of tp"),
+    4: ("all nine", "another factor", "times the right one, the size of no axis"),
+    5: (
+        "up.weight and down.weight",
+        "no factor: each rank has its own",
+        "each rank of dp has its own part; their mean is the right one",
+    ),
+}
 
 
 @pytest.mark.parametrize("number", WRONG)
@@ -65,8 +73,9 @@ def test_ours_says_it_in_a_sentence(lesson):
     for sentences in lesson["audited"].values():
         (sentence,) = sentences
         assert sentence.startswith("`norm.weight`, `norm.bias`: 3 times the reference, the size of tp: summed over it")
-    assert re.match("dp3: `embedding.weight`, .* and 6 more: 0.3333 times the reference, the size of dp:",
-                    lesson["step_said"])
+    assert re.match(
+        "dp3: `embedding.weight`, .* and 6 more: 0.3333 times the reference, the size of dp:", lesson["step_said"]
+    )
     assert says(lesson, lesson["step_said"].split(": see")[0])
 
 

@@ -47,7 +47,8 @@ def test_all_ways_are_timed_over_each_link(lesson):
     target = lesson["last_losses"]["all-reduce"] + 0.15
     assert says(lesson, f"At 10 Mbit/s {best} is first at {target:.2f} nats, {times:.0f} times as fast")
     assert {way: of_seeds[0] for way, of_seeds in lesson["seconds_by_seed"].items()} == {
-        way: min(seconds[way][-1], 1e6) for way in ("LocalSGD", "LocalSGD, int4")}
+        way: min(seconds[way][-1], 1e6) for way in ("LocalSGD", "LocalSGD, int4")
+    }
 
 
 def test_muon_wants_whole_matrices_and_three_designs_send_what_they_should(lesson):

@@ -13,38 +13,85 @@ from course_lib.lessons import listing
 from course_lib.lessons.notebook import MIME, QUESTION
 from tests.notebooks.conftest import NOTEBOOKS
 
-LESSONS = ("00_start_here", "01_basic_loop", "02_data_parallel", "03_accelerate", "04_distributed_evaluation",
-           "05_zero_stages", "06_fsdp", "07_pipeline_schedules", "08_tensor_and_hybrid", "09_plan_and_simulate",
-           "10_faults_and_hangs", "11_wandb", "12_sagemaker", "13_capstone", "14_long_contexts", "15_experts",
-           "16_gradient_audit", "17_where_the_time_goes", "18_talking_less", "19_too_large_to_fine_tune")
-SECTIONS = ("You will be able to", "Time", "You need", "On your own cluster", "When it goes wrong", "Exercises",
-            "Questions", "Read next")
+LESSONS = (
+    "00_start_here",
+    "01_basic_loop",
+    "02_data_parallel",
+    "03_accelerate",
+    "04_distributed_evaluation",
+    "05_zero_stages",
+    "06_fsdp",
+    "07_pipeline_schedules",
+    "08_tensor_and_hybrid",
+    "09_plan_and_simulate",
+    "10_faults_and_hangs",
+    "11_wandb",
+    "12_sagemaker",
+    "13_capstone",
+    "14_long_contexts",
+    "15_experts",
+    "16_gradient_audit",
+    "17_where_the_time_goes",
+    "18_talking_less",
+    "19_too_large_to_fine_tune",
+)
+SECTIONS = (
+    "You will be able to",
+    "Time",
+    "You need",
+    "On your own cluster",
+    "When it goes wrong",
+    "Exercises",
+    "Questions",
+    "Read next",
+)
 
 
 SUBJECTS = {
     "02_data_parallel": ("class TinyDDP:", 'SCRIPT = """'),
     "03_accelerate": ("class TinyAccelerator:", "def every_day(folder, batches=8, resume=False):"),
-    "05_zero_stages": ("class Bucket:", "class TinyZeRO1:", "class TinyZeRO2(TinyZeRO1):",
-                       "class TinyZeRO3(TinyZeRO2):"),
+    "05_zero_stages": (
+        "class Bucket:",
+        "class TinyZeRO1:",
+        "class TinyZeRO2(TinyZeRO1):",
+        "class TinyZeRO3(TinyZeRO2):",
+    ),
     "06_fsdp": ("class Unit:", "class TinyFSDP:", "def at_work(dtype, steps, folder):"),
     "07_pipeline_schedules": ("class TinyStage:", "class TinyOneFOneB(TinyStage):", "class TinyZBH1(TinyOneFOneB):"),
-    "08_tensor_and_hybrid": ("class CopyToRanks(torch.autograd.Function):  # f",
-                             "def hybrid_step(stage, x, here, groups):", "def on_three_axes(plan, **how):",
-                             "def over_links(tries):"),
+    "08_tensor_and_hybrid": (
+        "class CopyToRanks(torch.autograd.Function):  # f",
+        "def hybrid_step(stage, x, here, groups):",
+        "def on_three_axes(plan, **how):",
+        "def over_links(tries):",
+    ),
     "09_plan_and_simulate": ("def seconds_of_a_step(m, plan, cluster):",),
     "10_faults_and_hangs": ("class Recorder:",),
     "11_wandb": ("def tracked_run(rate, seed, group=None, save=False):",),
-    "14_long_contexts": ("class Block(nn.Module):", "class Ring(torch.autograd.Function):",),
+    "14_long_contexts": (
+        "class Block(nn.Module):",
+        "class Ring(torch.autograd.Function):",
+    ),
     "15_experts": ("class AllToAll(torch.autograd.Function):",),
-    "16_gradient_audit": ("def explain(parts, right, sizes, small):  # parts: (ranks, *shape), what each rank has in "
-                          "place of `right`",),
-    "17_where_the_time_goes": ("class TinyCounter(TorchDispatchMode):",
-                               "class ChunkedCrossEntropy(torch.autograd.Function):",
-                               "class TinyFlash(torch.autograd.Function):", "class Product8(torch.autograd.Function):"),
-    "18_talking_less": ("class EveryStep:  # data parallelism", "class TinyLocalSGD(EveryStep):",
-                        "class TinyTopK(EveryStep):", "class TinyPowerSGD(EveryStep):"),
-    "19_too_large_to_fine_tune": ("class TinyLora(nn.Module):",
-                                  "class TinyOffload(torch.autograd.graph.saved_tensors_hooks):")}
+    "16_gradient_audit": (
+        "def explain(parts, right, sizes, small):  # parts: (ranks, *shape), what each rank has in place of `right`",
+    ),
+    "17_where_the_time_goes": (
+        "class TinyCounter(TorchDispatchMode):",
+        "class ChunkedCrossEntropy(torch.autograd.Function):",
+        "class TinyFlash(torch.autograd.Function):",
+        "class Product8(torch.autograd.Function):",
+    ),
+    "18_talking_less": (
+        "class EveryStep:  # data parallelism",
+        "class TinyLocalSGD(EveryStep):",
+        "class TinyTopK(EveryStep):",
+        "class TinyPowerSGD(EveryStep):",
+    ),
+    "19_too_large_to_fine_tune": (
+        "class TinyLora(nn.Module):",
+        "class TinyOffload(torch.autograd.graph.saved_tensors_hooks):",
+    ),
+}
 """First lines of the cells that hold a lesson's subject whole: up to 40 lines, all others up to 20."""
 
 
@@ -85,8 +132,14 @@ def test_committed_with_outputs(lesson):
     assert all(cell.execution_count for cell in code), "run `make notebooks`"
     assert not [o for cell in code for o in cell.outputs if o.output_type == "error"]
     assert path.stat().st_size < 360_000
-    assert sum("image/png" in o.get("data", {}) or "image/svg+xml" in o.get("data", {})
-               for cell in code for o in cell.outputs) >= 1, "a lesson has a figure"
+    assert (
+        sum(
+            "image/png" in o.get("data", {}) or "image/svg+xml" in o.get("data", {})
+            for cell in code
+            for o in cell.outputs
+        )
+        >= 1
+    ), "a lesson has a figure"
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"/(home|Users|root|work)/", text), "an output tells of somebody's machine"
 
@@ -113,8 +166,11 @@ def test_a_listing_is_the_source_as_it_is(lesson):
     shown = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
     stored = [data for data in shown if re.search("href='../course_lib/.*<pre", data.get("text/html", ""), re.S)]
     assert all(listing.MIME in data for data in stored)
-    stale = [data[listing.MIME]["name"] for data in stored
-             if data["text/html"] != listing.Listing.named(**data[listing.MIME])._repr_html_()]
+    stale = [
+        data[listing.MIME]["name"]
+        for data in stored
+        if data["text/html"] != listing.Listing.named(**data[listing.MIME])._repr_html_()
+    ]
     assert not stale, "python tools/notebooks.py --listings"
 
 
@@ -133,21 +189,38 @@ def test_no_cell_rebinds_what_a_learner_may_run_again(lesson):
         if cell.cell_type != "code" or cell.source.startswith("%"):
             continue
         tree = ast.parse(cell.source)
-        top = [node for line in tree.body if not isinstance(line, (ast.FunctionDef, ast.ClassDef))
-               for node in outside_of_comprehensions(line)]
+        top = [
+            node
+            for line in tree.body
+            if not isinstance(line, (ast.FunctionDef, ast.ClassDef))
+            for node in outside_of_comprehensions(line)
+        ]
         stored = {node.id for node in top if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         rebound += sorted(stored & given.keys())
         for node in tree.body:
-            names = [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else [
-                alias.asname or alias.name for alias in getattr(node, "names", []) if hasattr(alias, "asname")]
+            names = (
+                [node.name]
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+                else [alias.asname or alias.name for alias in getattr(node, "names", []) if hasattr(alias, "asname")]
+            )
             rebound += [name for name in names if given.setdefault(name, type(node)) is not type(node)]
     assert rebound == []
 
 
 LAUNCHERS = {"launch", "launch_privately"}
-ON_THE_CPU = {"00_start_here": 1, "03_accelerate": 1, "04_distributed_evaluation": 1, "07_pipeline_schedules": 1,
-              "08_tensor_and_hybrid": 2, "14_long_contexts": 1, "15_experts": 3, "16_gradient_audit": 1,
-              "17_where_the_time_goes": 1, "18_talking_less": 1, "19_too_large_to_fine_tune": 1}
+ON_THE_CPU = {
+    "00_start_here": 1,
+    "03_accelerate": 1,
+    "04_distributed_evaluation": 1,
+    "07_pipeline_schedules": 1,
+    "08_tensor_and_hybrid": 2,
+    "14_long_contexts": 1,
+    "15_experts": 3,
+    "16_gradient_audit": 1,
+    "17_where_the_time_goes": 1,
+    "18_talking_less": 1,
+    "19_too_large_to_fine_tune": 1,
+}
 """Launches whose ranks compute on the CPU whatever the lesson's device is: one would need more GPUs than ranks have."""
 
 
@@ -159,22 +232,32 @@ def launches_of(source):
             given = {k.arg: ast.unparse(k.value) for k in call.keywords}
             for keyword in call.keywords:  # launch(**{"device": "cpu", **options})
                 if keyword.arg is None and isinstance(keyword.value, ast.Dict):
-                    given |= {ast.literal_eval(key): ast.unparse(value)
-                              for key, value in zip(keyword.value.keys, keyword.value.values, strict=True) if key}
+                    given |= {
+                        ast.literal_eval(key): ast.unparse(value)
+                        for key, value in zip(keyword.value.keys, keyword.value.values, strict=True)
+                        if key
+                    }
             yield given
 
 
 def launches():
     """Those of all lessons, by lesson."""
-    return {name: [given for cell in nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
-                   if cell.cell_type == "code" and "%" not in cell.source[:1] for given in launches_of(cell.source)]
-            for name in LESSONS}
+    return {
+        name: [
+            given
+            for cell in nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
+            if cell.cell_type == "code" and "%" not in cell.source[:1]
+            for given in launches_of(cell.source)
+        ]
+        for name in LESSONS
+    }
 
 
 def test_a_slow_machine_has_the_librarys_time():
     """No launch has a limit of its own, but the one that shows a hang."""
-    limits = {name: [given["timeout"] for given in of_lesson if "timeout" in given]
-              for name, of_lesson in launches().items()}
+    limits = {
+        name: [given["timeout"] for given in of_lesson if "timeout" in given] for name, of_lesson in launches().items()
+    }
     assert {name: given for name, given in limits.items() if given} == {"07_pipeline_schedules": ["8"]}
 
 
@@ -188,13 +271,19 @@ def test_ranks_take_the_lessons_device():
 
 def test_no_page_names_a_function_that_torch_deprecates():
     """What a learner types from a hint, a solution or a lesson warns of nothing; planted answers neither."""
-    old = {name for name, thing in vars(torch.distributed).items()
-           if type(thing) is types.FunctionType and hasattr(thing, "__deprecated__")}
+    old = {
+        name
+        for name, thing in vars(torch.distributed).items()
+        if type(thing) is types.FunctionType and hasattr(thing, "__deprecated__")
+    }
     assert {"reduce_scatter_tensor", "all_gather_into_tensor"} <= old
     name = re.compile(rf"\b({'|'.join(sorted(old, key=len, reverse=True))})\b")
     root = NOTEBOOKS.parent
-    pages = {path: "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
-             for folder in ("notebooks", "exercises", "solutions") for path in sorted((root / folder).glob("*.ipynb"))}
+    pages = {
+        path: "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
+        for folder in ("notebooks", "exercises", "solutions")
+        for path in sorted((root / folder).glob("*.ipynb"))
+    }
     pages |= {path: path.read_text(encoding="utf-8") for path in sorted((root / "solutions/planted").glob("*.py"))}
     assert len(pages) > 40
     assert not {f"{path.relative_to(root)}: {found}" for path, text in pages.items() for found in name.findall(text)}

@@ -36,12 +36,15 @@ ACTIVE = ".jp-NotebookPanel:not(.lm-mod-hidden) "
 TABS = "#jp-main-dock-panel .lm-TabBar-tab"
 POSITION = f"""const cells = [...document.querySelectorAll("{ACTIVE}.jp-Notebook .jp-Cell")];
                return cells.findIndex(each => each.classList.contains("jp-mod-active"))"""
-SETTINGS = {"notebook-extension/tracker": {"windowingMode": "none"},  # a cell out of sight is on the page, too
-            "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False}}
+SETTINGS = {
+    "notebook-extension/tracker": {"windowingMode": "none"},  # a cell out of sight is on the page, too
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+}
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER) and not os.environ.get("BROWSER_TESTS"), reason="no browser")]
+    pytest.mark.skipif(not (CHROMIUM and DRIVER) and not os.environ.get("BROWSER_TESTS"), reason="no browser"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +58,19 @@ def lab(tmp_path_factory):
         path = settings / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values))
-    environment = os.environ | {"JUPYTER_RUNTIME_DIR": str(private), "JUPYTER_CONFIG_DIR": str(private / "config"),
-                                "JUPYTER_DATA_DIR": str(private / "data"), "JUPYTER_TOKEN": TOKEN}
+    environment = os.environ | {
+        "JUPYTER_RUNTIME_DIR": str(private),
+        "JUPYTER_CONFIG_DIR": str(private / "config"),
+        "JUPYTER_DATA_DIR": str(private / "data"),
+        "JUPYTER_TOKEN": TOKEN,
+    }
     trust, start = commands_of_make()
     subprocess.run(trust, cwd=course, env=environment, check=True, timeout=480)
     log = private / "log"
     with log.open("w") as out:
-        server = subprocess.Popen(start, cwd=course, env=environment, stdout=out, stderr=subprocess.STDOUT,
-                                  start_new_session=True)
+        server = subprocess.Popen(
+            start, cwd=course, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         while not (about := list(private.glob("jpserver-*.json"))) or "is running at" not in log.read_text():
             assert server.poll() is None, log.read_text()
@@ -93,6 +101,7 @@ def browser():
 
 def until(found, what):
     """What a function finds, asked again until it finds something; a page changes while it is read."""
+
     def tried():
         with contextlib.suppress(WebDriverException):
             return found()
@@ -129,16 +138,22 @@ def run_cells(browser, keys, count):
 
 
 def drawings(cells):
-    return sum("image/svg+xml" in output.get("data", {}) and "application/vnd.jupyter.widget-view+json"
-               not in output["data"] for cell in cells for output in cell.get("outputs", ()))
+    return sum(
+        "image/svg+xml" in output.get("data", {}) and "application/vnd.jupyter.widget-view+json" not in output["data"]
+        for cell in cells
+        for output in cell.get("outputs", ())
+    )
 
 
 def local_links(cells):
     """Files that the texts link to, by their paths in the course."""
     found = {a or b for cell in cells if cell.cell_type == "markdown" for a, b in LINK.findall(cell.source)}
     urls = [urllib.parse.urlsplit(link) for link in found]
-    return {posixpath.normpath(posixpath.join("notebooks", urllib.parse.unquote(url.path)))
-            for url in urls if url.path and not url.scheme}
+    return {
+        posixpath.normpath(posixpath.join("notebooks", urllib.parse.unquote(url.path)))
+        for url in urls
+        if url.path and not url.scheme
+    }
 
 
 def file_of(tab):
@@ -159,9 +174,17 @@ def test_a_lesson_opens_with_its_drawings_and_every_link_opens_its_file(lesson, 
     warnings = select(browser, f"{ACTIVE}.jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")
     assert len(warnings) == (lesson == WARNS)
     for path in sorted(local_links(cells)):
-        anchor = until(lambda path=path: next((
-            each for each in select(browser, f"{ACTIVE}.jp-RenderedMarkdown a")
-            if urllib.parse.urlsplit(each.get_attribute("href")).path.endswith(f"/files/{path}")), None), path)
+        anchor = until(
+            lambda path=path: next(
+                (
+                    each
+                    for each in select(browser, f"{ACTIVE}.jp-RenderedMarkdown a")
+                    if urllib.parse.urlsplit(each.get_attribute("href")).path.endswith(f"/files/{path}")
+                ),
+                None,
+            ),
+            path,
+        )
         browser.execute_script("arguments[0].scrollIntoView()", anchor)
         anchor.click()
         until(lambda path=path: current_file(browser) == path, f"{path} is opened")
@@ -183,14 +206,20 @@ def answer(browser, cell):
         else:
             line.find_element(By.CSS_SELECTOR, "input[placeholder='a number']").send_keys("1", Keys.TAB)
         button.click()
-        until(lambda number=number: sum(each.text.startswith("kept: ") for each in cell.find_elements(
-            By.CSS_SELECTOR, "[role='status']")) == number, "the answer is kept")
+        until(
+            lambda number=number: (
+                sum(each.text.startswith("kept: ") for each in cell.find_elements(By.CSS_SELECTOR, "[role='status']"))
+                == number
+            ),
+            "the answer is kept",
+        )
     return len(buttons)
 
 
 def has_run(browser):
     return kernel_is(browser, "Idle") and not any(
-        "[*]" in each.text for each in select(browser, f"{ACTIVE}.jp-InputPrompt"))
+        "[*]" in each.text for each in select(browser, f"{ACTIVE}.jp-InputPrompt")
+    )
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
@@ -207,8 +236,10 @@ def test_every_question_of_a_lesson_is_answered_before_its_result_is_shown(lesso
             keys.send_keys(Keys.ESCAPE, Keys.ARROW_DOWN).perform()
             until(lambda number=number: browser.execute_script(POSITION) == number + 1, "the next cell is active")
     until(lambda: has_run(browser), "all cells have run")
-    assert [each.text for each in select(browser, f"{ACTIVE}.jp-OutputArea-output[data-mime-type="
-                                                  "'application/vnd.jupyter.error']")] == []
+    assert [
+        each.text
+        for each in select(browser, f"{ACTIVE}.jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']")
+    ] == []
     answered = sum(QUESTION in output.get("data", {}) for cell in cells for output in cell.get("outputs", ()))
     assert sum("you:" in each.text for each in select(browser, f"{ACTIVE}.jp-RenderedHTMLCommon")) >= answered
 
@@ -219,8 +250,10 @@ def test_a_learner_goes_through_a_lesson_by_keyboard_and_predicts(lab, browser):
     keys = ActionChains(browser)
     browser.find_element(By.CSS_SELECTOR, f"{ACTIVE}.jp-Notebook").send_keys(Keys.ESCAPE)
     run_cells(browser, keys, asks + 1)
-    field = until(lambda: select(browser, f"{ACTIVE}.jp-Cell .jupyter-widgets input[placeholder='a number']"),
-                  "the question has its field")[0]
+    field = until(
+        lambda: select(browser, f"{ACTIVE}.jp-Cell .jupyter-widgets input[placeholder='a number']"),
+        "the question has its field",
+    )[0]
     until(lambda: kernel_is(browser, "Idle"), "the cell has ended")
     for _ in range(40):  # Shift and Enter have gone on to the next cell: back to the output above it
         keys.key_down(Keys.SHIFT).send_keys(Keys.TAB).key_up(Keys.SHIFT).perform()

@@ -27,12 +27,15 @@ LINK = re.compile(r"\]\(([^()\s]+)\)|(?:href|src)=[\"']([^\"']+)")
 def commands_of_make():
     """The lines by which `make lab` trusts the notebooks and starts JupyterLab."""
     asked = ("lab", f"PYTHON={sys.executable}", "ARGS=--no-browser --ServerApp.port=0")
-    lines = subprocess.run(["make", "--dry-run", *asked], cwd=ROOT, capture_output=True, text=True, timeout=300,
-                           check=True).stdout.splitlines()
+    lines = subprocess.run(
+        ["make", "--dry-run", *asked], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+    ).stdout.splitlines()
     found = [shlex.split(next(line for line in lines if f"bin/jupyter {verb}" in line)) for verb in ("trust", "lab")]
     assert [command[0] for command in found] == [".venv/bin/jupyter"] * 2
-    return [[str(Path(sys.executable).with_name("jupyter")), *(each for each in command[1:] if each not in REDIRECTED)]
-            for command in found]
+    return [
+        [str(Path(sys.executable).with_name("jupyter")), *(each for each in command[1:] if each not in REDIRECTED)]
+        for command in found
+    ]
 
 
 def written(folder):
@@ -44,17 +47,27 @@ def written(folder):
 def lab(tmp_path_factory):
     """The server's address, its log, and the address that it opens."""
     private = tmp_path_factory.mktemp("lab")
-    environment = os.environ | {"JUPYTER_RUNTIME_DIR": str(private), "JUPYTER_CONFIG_DIR": str(private / "config"),
-                                "JUPYTER_DATA_DIR": str(private / "data"), "JUPYTER_TOKEN": TOKEN}
+    environment = os.environ | {
+        "JUPYTER_RUNTIME_DIR": str(private),
+        "JUPYTER_CONFIG_DIR": str(private / "config"),
+        "JUPYTER_DATA_DIR": str(private / "data"),
+        "JUPYTER_TOKEN": TOKEN,
+    }
     trust, start = commands_of_make()
     subprocess.run(trust, cwd=ROOT, env=environment, check=True, timeout=240)
     log = private / "log"
     with log.open("w") as out:
-        server = subprocess.Popen(start, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT,
-                                  start_new_session=True)
+        server = subprocess.Popen(
+            start, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
-        about = until(lambda: "is running at" in log.read_text() and written(private), server, what="the server",
-                      files=[log], told=log.read_text)
+        about = until(
+            lambda: "is running at" in log.read_text() and written(private),
+            server,
+            what="the server",
+            files=[log],
+            told=log.read_text,
+        )
         address = json.loads(about[0])["url"]
         until(lambda: listens(address), server, what="its answer", files=[log], told=log.read_text)
         yield address, log, log.read_text()

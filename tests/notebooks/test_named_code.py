@@ -34,8 +34,11 @@ def stored(trees):
     """Names that code binds, its parameters with them; imports are told apart."""
     nodes = [node for tree in trees for node in ast.walk(tree)]
     names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    return names | {node.arg for node in nodes if isinstance(node, ast.arg)} | {
-        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return (
+        names
+        | {node.arg for node in nodes if isinstance(node, ast.arg)}
+        | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    )
 
 
 def imported(trees):
@@ -43,8 +46,12 @@ def imported(trees):
     found = {}
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.Import):
-            found |= {each.asname or each.name.split(".")[0]: importlib.import_module(
-                each.name if each.asname else each.name.split(".")[0]) for each in node.names}
+            found |= {
+                each.asname or each.name.split(".")[0]: importlib.import_module(
+                    each.name if each.asname else each.name.split(".")[0]
+                )
+                for each in node.names
+            }
         elif isinstance(node, ast.ImportFrom):
             for each in node.names:
                 found[each.asname or each.name] = member(importlib.import_module(node.module), each.name)
@@ -96,11 +103,17 @@ def test_code_in_prose_names_what_exists(name):
     assert sorted(set(missing(nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells))) == []
 
 
-@pytest.mark.parametrize(("prose", "found"), [
-    ("## Exercises\n\nCall `fault_lab.run(1)`.", ["fault_lab"]), ("Call `fault_lab.run(1)`.", []),
-    ("It is `lab.no_such_thing`.", ["lab.no_such_thing"]), ("It is `lab.CULPRIT`, `sums[0].item()`.", []),
-    ("## Exercises\n\n```python\nfrom math import tau\nbreaks(tau.no, x)\nsums.no\n```", ["tau.no"]),
-    ("## Exercises\n\nWrite `step(rank)` into `summary.json`, as `Trainer.train_step` does.", [])])
+@pytest.mark.parametrize(
+    ("prose", "found"),
+    [
+        ("## Exercises\n\nCall `fault_lab.run(1)`.", ["fault_lab"]),
+        ("Call `fault_lab.run(1)`.", []),
+        ("It is `lab.no_such_thing`.", ["lab.no_such_thing"]),
+        ("It is `lab.CULPRIT`, `sums[0].item()`.", []),
+        ("## Exercises\n\n```python\nfrom math import tau\nbreaks(tau.no, x)\nsums.no\n```", ["tau.no"]),
+        ("## Exercises\n\nWrite `step(rank)` into `summary.json`, as `Trainer.train_step` does.", []),
+    ],
+)
 def test_a_name_that_is_not_there_is_found(prose, found):
     code = nbformat.v4.new_code_cell("from course_lib.lessons.faults import lab\nsums = [lab.CULPRIT]")
     assert list(dict.fromkeys(missing([code, nbformat.v4.new_markdown_cell(f"Text.\n\n\n{prose}")]))) == found

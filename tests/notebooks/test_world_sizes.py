@@ -13,7 +13,7 @@ pytestmark = pytest.mark.long
 REFUSED = {
     ("03_accelerate", 3): "world_size 3: take one of world_sizes, [1, 2, 4]",
     ("08_tensor_and_hybrid", 3): "the number of attention heads is 4, which 3 tensor-parallel ranks cannot share "
-                                 "evenly: take a world_size of 2 or 4",
+    "evenly: take a world_size of 2 or 4",
     ("13_capstone", 3): "global_batch 16 on 3 ranks: take two ranks or more, and a multiple of them",
 }
 """Where the ranks cannot share what the lesson shares."""
@@ -28,10 +28,16 @@ BY_SIZE: dict[str, set[str]] = {"06_fsdp": {"rows_where_prefetch_gains_most"}, "
 
 def measured(path):
     """Predicted and found value of each box of a run notebook, by name: those that are numbers."""
-    entries = [output.get("data", {}).get(MIME, {}) for cell in nbformat.read(path, as_version=4).cells
-               for output in cell.get("outputs", [])]
-    return {entry["name"]: (entry["predicted"], entry["value"]) for entry in entries
-            if isinstance(entry.get("predicted"), (int, float))}
+    entries = [
+        output.get("data", {}).get(MIME, {})
+        for cell in nbformat.read(path, as_version=4).cells
+        for output in cell.get("outputs", [])
+    ]
+    return {
+        entry["name"]: (entry["predicted"], entry["value"])
+        for entry in entries
+        if isinstance(entry.get("predicted"), (int, float))
+    }
 
 
 def comes_out(pair):

@@ -15,8 +15,11 @@ from course_lib.parallel.sequence_layout import SequenceLayout, next_tokens, sha
 
 ROWS, LENGTH, WIDTH = 2, 16, 8
 HEADS = {"heads of their own": (4, 4), "grouped": (4, 2), "one key head": (4, 1)}
-TEXTS = {"one document": None, "packed": (0, 0, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 3, 3, 3, 3),
-         "padded": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NOWHERE, NOWHERE, NOWHERE, NOWHERE, NOWHERE)}
+TEXTS = {
+    "one document": None,
+    "packed": (0, 0, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 3, 3, 3, 3),
+    "padded": (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NOWHERE, NOWHERE, NOWHERE, NOWHERE, NOWHERE),
+}
 
 
 @functools.cache
@@ -64,20 +67,23 @@ def differences(cases):
     for method, zigzag, causal, heads, text in cases:
         layout = SequenceLayout(LENGTH, ranks, zigzag)
         (query, key, value), upstream, documents = parted(heads, text, layout, rank)
-        output = context_attention(query, key, value, method=method, causal=causal, zigzag=zigzag,
-                                   documents=documents)
+        output = context_attention(query, key, value, method=method, causal=causal, zigzag=zigzag, documents=documents)
         output.backward(upstream)
         mine = (output.detach(), query.grad, key.grad, value.grad)
         right = [layout.shard(tensor, rank, 2) for tensor in by_one_process(heads, text, causal)]
         found[method, zigzag, causal, heads, text] = max(
-            float((one - other).abs().max()) for one, other in zip(mine, right, strict=True))
+            float((one - other).abs().max()) for one, other in zip(mine, right, strict=True)
+        )
     return found
 
 
 def without_the_ring():
     """As `differences` of one case, on ranks that attend to their own tokens alone."""
-    with mock.patch.object(ring.Sight, "blocks", lambda self, rank, owner, blocks=ring.Sight.blocks: (
-            blocks(self, rank, owner) if rank == owner else iter(()))):
+    with mock.patch.object(
+        ring.Sight,
+        "blocks",
+        lambda self, rank, owner, blocks=ring.Sight.blocks: blocks(self, rank, owner) if rank == owner else iter(()),
+    ):
         return differences([("ring", False, True, "grouped", "packed")])
 
 
@@ -88,14 +94,18 @@ def metered():
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found = {}
     for method in METHODS:
-        (query, key, value), upstream, _ = parted("grouped", "one document", SequenceLayout(LENGTH, ranks), rank,
-                                                  torch.float32)
+        (query, key, value), upstream, _ = parted(
+            "grouped", "one document", SequenceLayout(LENGTH, ranks), rank, torch.float32
+        )
         with Meter() as forward:
             output = context_attention(query, key, value, method=method)
         with Meter() as backward:
             output.backward(upstream)
-        found[method] = (forward.bytes_sent, backward.bytes_sent,
-                         *(meter.peak["communication buffers"] for meter in (forward, backward)))
+        found[method] = (
+            forward.bytes_sent,
+            backward.bytes_sent,
+            *(meter.peak["communication buffers"] for meter in (forward, backward)),
+        )
     return found
 
 
@@ -119,8 +129,11 @@ def events():
 
     layout = SequenceLayout(LENGTH, dist.get_world_size())
     (query, key, value), upstream, _ = parted("grouped", "one document", layout, dist.get_rank(), torch.float32)
-    with mock.patch.object(ring.Ring, "pass_on", passes), mock.patch.object(ring.Sight, "blocks", computes), \
-            mock.patch.object(ring.Coming, "arrived", comes):
+    with (
+        mock.patch.object(ring.Ring, "pass_on", passes),
+        mock.patch.object(ring.Sight, "blocks", computes),
+        mock.patch.object(ring.Coming, "arrived", comes),
+    ):
         output = context_attention(query, key, value)
         forward = list(happened)
         happened.clear()
@@ -142,9 +155,14 @@ def precision():
     torchs.backward(whole("grouped", "one document", torch.bfloat16)[3])
     ours = (output.detach(), query.grad, key.grad, value.grad)
     theirs = (torchs.detach(), *(leaf.grad for leaf in leaves))
-    return [(float((mine.double() - layout.shard(exact, rank, 2)).abs().max()),
-             float((other.double() - exact).abs().max()), mine.dtype)
-            for mine, other, exact in zip(ours, theirs, right, strict=True)]
+    return [
+        (
+            float((mine.double() - layout.shard(exact, rank, 2)).abs().max()),
+            float((other.double() - exact).abs().max()),
+            mine.dtype,
+        )
+        for mine, other, exact in zip(ours, theirs, right, strict=True)
+    ]
 
 
 def trained(cut_first, averaged, zigzag=True):
@@ -160,8 +178,11 @@ def trained(cut_first, averaged, zigzag=True):
     torch.manual_seed(3)
     layout = SequenceLayout(LENGTH, ranks, zigzag)
     width, vocabulary = 16, 11
-    embed, place, out = torch.nn.Embedding(vocabulary, width), torch.nn.Embedding(LENGTH, width), \
-        torch.nn.Linear(width, vocabulary)
+    embed, place, out = (
+        torch.nn.Embedding(vocabulary, width),
+        torch.nn.Embedding(LENGTH, width),
+        torch.nn.Linear(width, vocabulary),
+    )
     project = torch.nn.Linear(width, 3 * width)
     parameters = [p for module in (embed, place, out, project) for p in module.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.5)

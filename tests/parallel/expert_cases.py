@@ -45,8 +45,10 @@ def whole():
     numbers = torch.Generator().manual_seed(7)
     # a common part makes some experts popular
     common = torch.randn(WIDTH, generator=numbers, dtype=torch.float64)
-    return (torch.randn(TOKENS, WIDTH, generator=numbers, dtype=torch.float64) + common,
-            torch.randn(TOKENS, WIDTH, generator=numbers, dtype=torch.float64))
+    return (
+        torch.randn(TOKENS, WIDTH, generator=numbers, dtype=torch.float64) + common,
+        torch.randn(TOKENS, WIDTH, generator=numbers, dtype=torch.float64),
+    )
 
 
 def chosen_by_hand(case, router, logits):
@@ -81,8 +83,7 @@ def by_one_process(case, ranks):
                 dropped[rank] += 1
                 continue
             gate, up = (of_all.gate_up_proj[expert] @ tokens[token]).chunk(2)
-            output[token] = output[token] + weights_of[token][choice] * (
-                of_all.down_proj[expert] @ (F.silu(gate) * up))
+            output[token] = output[token] + weights_of[token][choice] * (of_all.down_proj[expert] @ (F.silu(gate) * up))
     output = torch.stack(output)
     if shared:
         output = output + shared(tokens)
@@ -90,8 +91,12 @@ def by_one_process(case, ranks):
     aux = EXPERTS * (share * logits.softmax(-1).mean(0)).sum()
     loss = (output * upstream).sum(-1).mean() + BALANCE * aux + Z * logits.logsumexp(-1).square().mean()
     loss.backward()
-    gradients = {"gate.weight": router.weight.grad, "experts.gate_up_proj": of_all.gate_up_proj.grad,
-                 "experts.down_proj": of_all.down_proj.grad, "tokens": tokens.grad}
+    gradients = {
+        "gate.weight": router.weight.grad,
+        "experts.gate_up_proj": of_all.gate_up_proj.grad,
+        "experts.down_proj": of_all.down_proj.grad,
+        "tokens": tokens.grad,
+    }
     if shared:
         gradients |= {f"shared.{name}": parameter.grad for name, parameter in shared.named_parameters()}
     return float(loss), output.detach(), gradients, dropped
@@ -106,8 +111,9 @@ def by_ranks(case, size):
     tokens.requires_grad_()
     output = layer(tokens.view(ROWS, -1, WIDTH)).view_as(tokens)
     # A rank's share of a mean over all tokens, times the ranks: average_gradients takes the mean over them.
-    loss = (output * upstream).sum(-1).mean() + ranks * (BALANCE * balance_loss(layer.routing)
-                                                         + Z * z_loss(layer.routing))
+    loss = (output * upstream).sum(-1).mean() + ranks * (
+        BALANCE * balance_loss(layer.routing) + Z * z_loss(layer.routing)
+    )
     loss.backward()
     average_gradients(layer, groups)
     gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
@@ -160,9 +166,11 @@ def broken(how, size):
     def in_order_of_arrival(self, outputs, weights, to_tokens=expert_dispatch.Dispatch.to_tokens):
         return to_tokens(self, outputs.index_select(0, self.order), weights)
 
-    patches = {"unscaled": mock.patch.dict(globals(), average_gradients=unscaled),
-               "alone": mock.patch.dict(globals(), average_gradients=alone),
-               "order": mock.patch.object(expert_dispatch.Dispatch, "to_tokens", in_order_of_arrival)}
+    patches = {
+        "unscaled": mock.patch.dict(globals(), average_gradients=unscaled),
+        "alone": mock.patch.dict(globals(), average_gradients=alone),
+        "order": mock.patch.object(expert_dispatch.Dispatch, "to_tokens", in_order_of_arrival),
+    }
     with patches[how]:
         return differences([case], [size])[case, size]
 
@@ -181,8 +189,10 @@ def metered(size):
             output = layer(tokens)
         with Meter() as backward:
             output.sum().backward()
-        formula = [expert_dispatch.bytes_sent(layer.load.away, size, EXPERTS, WIDTH, 4, backward=back)
-                   for back in (False, True)]
+        formula = [
+            expert_dispatch.bytes_sent(layer.load.away, size, EXPERTS, WIDTH, 4, backward=back)
+            for back in (False, True)
+        ]
         found.append(([forward.bytes_sent, backward.bytes_sent], formula, layer.load.away, layer.load.dropped))
     return found
 

@@ -27,6 +27,7 @@ from course_lib.parallel import blocks
 ROWS = (12, 12, 9, 12)  # in the batch of each step; 9 is uneven for 2 and 4 ranks, and for 2 micro-batches
 LAYERS, LENGTH, VOCABULARY = 4, 6, 50
 
+
 class Block(nn.Module):
     """One matrix in, one out, around a residual."""
 
@@ -56,23 +57,60 @@ class CallsCheckpoint(nn.Module):
         return SimpleNamespace(logits=self.head(x))
 
 
-HEADS = {"num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": LENGTH, "num_labels": 3,
-         "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+HEADS = {
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": LENGTH,
+    "num_labels": 3,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 MODELS = {
     # the token embedding is the output head too
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(
-        vocab_size=VOCABULARY, n_layer=LAYERS, n_embd=32, n_head=2, n_positions=LENGTH, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)),
-    "bert": lambda: BertForSequenceClassification(BertConfig(
-        vocab_size=VOCABULARY, num_hidden_layers=LAYERS, hidden_size=32, **HEADS)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_layer=LAYERS,
+            n_embd=32,
+            n_head=2,
+            n_positions=LENGTH,
+            bos_token_id=0,
+            eos_token_id=0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+        )
+    ),
+    "bert": lambda: BertForSequenceClassification(
+        BertConfig(vocab_size=VOCABULARY, num_hidden_layers=LAYERS, hidden_size=32, **HEADS)
+    ),
     # one block that the forward runs through 4 times
-    "albert": lambda: AlbertForSequenceClassification(AlbertConfig(
-        vocab_size=VOCABULARY, num_hidden_layers=LAYERS, hidden_size=32, embedding_size=16,
-        classifier_dropout_prob=0.0, **HEADS)),
+    "albert": lambda: AlbertForSequenceClassification(
+        AlbertConfig(
+            vocab_size=VOCABULARY,
+            num_hidden_layers=LAYERS,
+            hidden_size=32,
+            embedding_size=16,
+            classifier_dropout_prob=0.0,
+            **HEADS,
+        )
+    ),
     # every block of the decoder reads the encoder's output, and the first block's position bias is all blocks' input
-    "t5": lambda: T5ForConditionalGeneration(T5Config(
-        vocab_size=VOCABULARY, num_layers=2, d_model=32, d_kv=16, d_ff=64, num_heads=2, dropout_rate=0.0,
-        use_cache=False, pad_token_id=0, decoder_start_token_id=0)),
+    "t5": lambda: T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCABULARY,
+            num_layers=2,
+            d_model=32,
+            d_kv=16,
+            d_ff=64,
+            num_heads=2,
+            dropout_rate=0.0,
+            use_cache=False,
+            pad_token_id=0,
+            decoder_start_token_id=0,
+        )
+    ),
     "calls checkpoint": CallsCheckpoint,
 }
 
@@ -109,9 +147,14 @@ def build(case: Case) -> nn.Module:
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW in two groups; its eps is well above the rounding noise that is the gradient of a key's bias."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW([{"params": [p for p in trainable if p.dim() > 1], "weight_decay": 0.1},
-                              {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0}],
-                             lr=1e-2, eps=1e-4)
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in trainable if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        eps=1e-4,
+    )
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
@@ -140,8 +183,10 @@ def train(case: Case, engine: nn.Module, rank: int = 0, world: int = 1) -> dict:
             with torch.no_grad():
                 evaluated.append(loss_sum(engine, case.model, batch(0)).item())
             engine.train()
-        shares = [{key: value[part::case.accumulate][rank::world] for key, value in batch(step).items()}
-                  for part in range(case.accumulate)]
+        shares = [
+            {key: value[part :: case.accumulate][rank::world] for key, value in batch(step).items()}
+            for part in range(case.accumulate)
+        ]
         losses.append(0.0)
         for i, rows in enumerate(shares):
             synchronise = contextlib.nullcontext() if i == len(shares) - 1 else engine.no_sync()
@@ -180,8 +225,16 @@ class SingleProcess(nn.Module):
 
 def expected(case: Case) -> dict:
     """What one process gets from the whole batches, in float32."""
-    return _one_process(Case(case.model, 1, max_norm=case.max_norm, frozen=case.frozen, evaluate=case.evaluate,
-                             checkpointing=case.model == "calls checkpoint"))
+    return _one_process(
+        Case(
+            case.model,
+            1,
+            max_norm=case.max_norm,
+            frozen=case.frozen,
+            evaluate=case.evaluate,
+            checkpointing=case.model == "calls checkpoint",
+        )
+    )
 
 
 @functools.cache

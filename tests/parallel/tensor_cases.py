@@ -57,8 +57,12 @@ CASES = [  # model, dtype, options; the loss of a case in float64 is the test's 
     ("llama", torch.float32, {"sequence": True, "checkpointing": True}),
 ]
 DTENSOR_CASES = [
-    (2, "gpt2", {}), (4, "gpt2", {"sequence": True}), (4, "bert", {}), (2, "bert", {"sequence": True}),
-    (2, "llama", {}), (4, "llama", {"sequence": True, "split_vocabulary": False}),
+    (2, "gpt2", {}),
+    (4, "gpt2", {"sequence": True}),
+    (4, "bert", {}),
+    (2, "bert", {"sequence": True}),
+    (2, "llama", {}),
+    (4, "llama", {"sequence": True, "split_vocabulary": False}),
 ]
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6}
 no_exchange = functools.partial(mock.patch.object, new=lambda hidden, *_: hidden)
@@ -66,18 +70,31 @@ no_exchange = functools.partial(mock.patch.object, new=lambda hidden, *_: hidden
 
 def build(kind, seed=0, dropout=0.0, **sizes):
     torch.manual_seed(seed)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS,
-             "num_attention_heads": HEADS, "max_position_embeddings": 16, "initializer_range": 0.2} | sizes
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "max_position_embeddings": 16,
+        "initializer_range": 0.2,
+    } | sizes
     if kind == "gpt2":
-        config = GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0,
-                            eos_token_id=0)
+        config = GPT2Config(
+            **sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0
+        )
         model = GPT2LMHeadModel(config)
     elif kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**sizes | {"num_attention_heads": 2 * HEADS}, num_key_value_heads=HEADS,
-                                             intermediate_size=48))
+        model = LlamaForCausalLM(
+            LlamaConfig(**sizes | {"num_attention_heads": 2 * HEADS}, num_key_value_heads=HEADS, intermediate_size=48)
+        )
     else:
-        config = BertConfig(**sizes, intermediate_size=64, hidden_dropout_prob=dropout, num_labels=3,
-                            attention_probs_dropout_prob=dropout)
+        config = BertConfig(
+            **sizes,
+            intermediate_size=64,
+            hidden_dropout_prob=dropout,
+            num_labels=3,
+            attention_probs_dropout_prob=dropout,
+        )
         model = (BertForMaskedLM if kind == "bert" else BertForSequenceClassification)(config)
     for name, parameter in model.named_parameters():  # biases of 0 and norms of 1 would hide much
         if "bias" in name or "norm" in name.lower() or "ln_" in name:
@@ -110,10 +127,12 @@ def differences(loss, gradients, weights, whole, whole_loss):
     wanted = {name: parameter.grad for name, parameter in whole.named_parameters() if parameter.grad is not None}
     state = whole.state_dict()
     assert set(gradients) == set(wanted) and set(weights) == set(state)
-    return {"loss": abs(loss.item() - whole_loss.item()),
-            "gradients": max((gradients[name] - each).abs().max().item() for name, each in wanted.items()),
-            "weights": max((weights[name] - each).abs().max().item() for name, each in state.items()),
-            "scale": max(each.abs().max().item() for each in wanted.values())}
+    return {
+        "loss": abs(loss.item() - whole_loss.item()),
+        "gradients": max((gradients[name] - each).abs().max().item() for name, each in wanted.items()),
+        "weights": max((weights[name] - each).abs().max().item() for name, each in state.items()),
+        "scale": max(each.abs().max().item() for each in wanted.values()),
+    }
 
 
 @functools.cache
@@ -166,9 +185,13 @@ def adjoint(group):
 
     found, whole = {}, 2 * ranks
     for name, tokens_in, alike_in, tokens_out, alike_out in (
-            ("copy", 2, True, 2, False), ("reduce", 2, False, 2, True), ("scatter", whole, True, 2, False),
-            ("gather", 2, False, whole, True), ("all_gather", 2, False, whole, False),
-            ("reduce_scatter", whole, False, 2, False)):
+        ("copy", 2, True, 2, False),
+        ("reduce", 2, False, 2, True),
+        ("scatter", whole, True, 2, False),
+        ("gather", 2, False, whole, True),
+        ("all_gather", 2, False, whole, False),
+        ("reduce_scatter", whole, False, 2, False),
+    ):
         exchange = getattr(tp_collectives, name)
         x, y = random(alike_in, tokens_in, 1).requires_grad_(), random(alike_out, tokens_out, 2)
         result = exchange(x, group, 1) if name in ("scatter", "gather") else exchange(x, group)
@@ -194,11 +217,18 @@ def layers(group, sequence):
     result = tp_collectives.gather(hidden, group, 1) if sequence else hidden
     for each in (wanted, result):
         (each * x.cos()).sum().backward()
-    pairs = [(result, wanted), (split_in.grad, whole_in.grad), (row.bias.grad, second.bias.grad),
-             (split_norm.weight.grad, norm.weight.grad), (split_norm.bias.grad, norm.bias.grad),
-             *[(layer.splits[name].whole(layer.get_parameter(name).grad, group), whole.get_parameter(name).grad)
-               for layer, whole, names in ((column, first, ("weight", "bias")), (row, second, ("weight",)))
-               for name in names]]
+    pairs = [
+        (result, wanted),
+        (split_in.grad, whole_in.grad),
+        (row.bias.grad, second.bias.grad),
+        (split_norm.weight.grad, norm.weight.grad),
+        (split_norm.bias.grad, norm.bias.grad),
+        *[
+            (layer.splits[name].whole(layer.get_parameter(name).grad, group), whole.get_parameter(name).grad)
+            for layer, whole, names in ((column, first, ("weight", "bias")), (row, second, ("weight",)))
+            for name in names
+        ],
+    ]
     return [(mine - theirs).abs().max().item() for mine, theirs in pairs]
 
 
@@ -232,9 +262,11 @@ def measured(kind, options, group):
         loss = model(**batch(kind)).loss
     with Meter() as backward:
         loss.backward()
-    return {"forward": [(each.name, each.bytes) for each in forward.collectives],
-            "backward": [(each.name, each.bytes) for each in backward.collectives],
-            "sent": forward.bytes_sent + backward.bytes_sent}
+    return {
+        "forward": [(each.name, each.bytes) for each in forward.collectives],
+        "backward": [(each.name, each.bytes) for each in backward.collectives],
+        "sent": forward.bytes_sent + backward.bytes_sent,
+    }
 
 
 def dropped(group, seed_by_rank):
@@ -255,8 +287,11 @@ def steps(model, inner, rows):
         logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
         losses = F.cross_entropy(logits.flatten(0, 1), inputs["input_ids"].flatten(), reduction="none")
         losses.mean().backward()
-        clip = inner.clip_grad_norm_ if isinstance(inner, TensorParallel) else functools.partial(
-            nn.utils.clip_grad_norm_, inner.parameters())
+        clip = (
+            inner.clip_grad_norm_
+            if isinstance(inner, TensorParallel)
+            else functools.partial(nn.utils.clip_grad_norm_, inner.parameters())
+        )
         norms.append(clip(0.5).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -269,10 +304,15 @@ def two_dimensions():
     groups, place = grid.groups(), grid.coordinates(dist.get_rank())
     mesh = grid.mesh(groups)
     lines = [dist.get_process_group_ranks(group) for group in groups if group is not None]
-    found = {"lines": lines, "mesh": mesh.mesh.tolist(), "mesh place": list(mesh.get_coordinate()),
-             "place": list(place), "names": mesh.mesh_dim_names,
-             "same group": mesh.get_group("tp") is groups.tp,
-             "model parallel": dist.get_process_group_ranks(grid.new_group("pp", "tp"))}
+    found = {
+        "lines": lines,
+        "mesh": mesh.mesh.tolist(),
+        "mesh place": list(mesh.get_coordinate()),
+        "place": list(place),
+        "names": mesh.mesh_dim_names,
+        "same group": mesh.get_group("tp") is groups.tp,
+        "model parallel": dist.get_process_group_ranks(grid.new_group("pp", "tp")),
+    }
     rows = slice(place.dp * ROWS // 2, (place.dp + 1) * ROWS // 2)
     whole = build("gpt2").double()
     found["norms"] = steps(whole, whole, slice(None))
@@ -295,8 +335,13 @@ def kept(group):
     reloaded.load_state_dict(split.whole_weights())
     logits = [each(**batch()).logits for each in (split, reloaded)]
     replicated = sum(p.nbytes for name, p in split.module.named_parameters() if name not in split.splits)
-    return {"before": before, "after": sum(p.nbytes for p in split.parameters()), "replicated": replicated,
-            "alive": matrix() is not None, "reloaded": (logits[0] - logits[1]).abs().max().item()}
+    return {
+        "before": before,
+        "after": sum(p.nbytes for p in split.parameters()),
+        "replicated": replicated,
+        "alive": matrix() is not None,
+        "reloaded": (logits[0] - logits[1]).abs().max().item(),
+    }
 
 
 def refusals(groups):
@@ -305,17 +350,32 @@ def refusals(groups):
     crossing = GPT2Config(n_embd=WIDTH, n_head=HEADS, n_layer=1, vocab_size=VOCABULARY, add_cross_attention=True)
     odd = {"input_ids": torch.ones(1, 7, dtype=torch.long)}
     wrong = {
-        "key-value heads": lambda: TensorParallel(LlamaForCausalLM(LlamaConfig(
-            hidden_size=WIDTH, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)), four),
+        "key-value heads": lambda: TensorParallel(
+            LlamaForCausalLM(
+                LlamaConfig(hidden_size=WIDTH, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)
+            ),
+            four,
+        ),
         "vocabulary": lambda: TensorParallel(build("gpt2", vocab_size=65), two),
         "vocabulary of torch's": lambda: TorchTensorParallel(
-            build("gpt2", vocab_size=65), RankGrid(2, 1, 2).mesh(RankGrid(2, 1, 2).groups())["tp"]),
+            build("gpt2", vocab_size=65), RankGrid(2, 1, 2).mesh(RankGrid(2, 1, 2).groups())["tp"]
+        ),
         "columns": lambda: ColumnParallelLinear(nn.Linear(4, 6), four),
         "rows": lambda: RowParallelLinear(nn.Linear(6, 4), four),
         "tokens": lambda: TensorParallel(build("gpt2"), two, sequence=True)(**odd),
-        "no plan": lambda: TensorParallel(OPTForCausalLM(OPTConfig(
-            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16, vocab_size=32,
-            word_embed_proj_dim=16)), two),
+        "no plan": lambda: TensorParallel(
+            OPTForCausalLM(
+                OPTConfig(
+                    hidden_size=16,
+                    num_hidden_layers=1,
+                    num_attention_heads=2,
+                    ffn_dim=16,
+                    vocab_size=32,
+                    word_embed_proj_dim=16,
+                )
+            ),
+            two,
+        ),
         "no config": lambda: TensorParallel(nn.Linear(2, 2), two),
         "cross-attention": lambda: TensorParallel(GPT2Model(crossing), two, sequence=True),
         "other models": lambda: TensorParallel(build("gpt2", num_hidden_layers=1 + dist.get_rank(two)), two),
@@ -358,7 +418,9 @@ def with_dtensor(meshes):
         ours = measured(kind, options, mesh.get_group())
         found[size, kind, tuple(options)] = (
             differences(loss, model.whole_gradients(), model.whole_weights(), *oracle(kind)),
-            sorted((each.name, each.bytes) for each in meter.collectives), sorted(ours["forward"] + ours["backward"]))
+            sorted((each.name, each.bytes) for each in meter.collectives),
+            sorted(ours["forward"] + ours["backward"]),
+        )
     return found
 
 
@@ -367,19 +429,25 @@ def on_rank():
     rank = dist.get_rank()
     grid, three = RankGrid(dp=2, tp=2), dist.new_group([0, 1, 2])
     groups = {1: grid.new_group(), 2: grid.new_group("tp"), 3: three, 4: grid.new_group("dp", "tp")}
-    found = {"adjoint": {size: adjoint(groups[size]) for size in SIZES},
-             "layers": {(size, sequence): layers(groups[size], sequence)
-                        for size in SIZES for sequence in (False, True)},
-             "vocabulary": {size: vocabulary(groups[size]) for size in SIZES},
-             "models": {(size, i): compared(*case, groups[size]) for size in (2, 4) for i, case in enumerate(CASES)}
-             | {(1, i): compared(*CASES[i], groups[1]) for i in (1, 8)},
-             "without": without_an_exchange(groups[2]),
-             "kept": kept(groups[4]), "two": two_dimensions(), "refusals": refusals(groups),
-             "beyond": beyond_the_vocabulary(groups[4]),
-             "dropout": {seed_by_rank: dropped(groups[4], seed_by_rank) for seed_by_rank in (0, 1)},
-             "measured": {(size, kind, sequence): measured(
-                 kind, {"sequence": sequence, "split_vocabulary": False}, groups[size])
-                 for size in (2, 4) for kind in ("gpt2", "bert", "llama") for sequence in (False, True)}}
+    found = {
+        "adjoint": {size: adjoint(groups[size]) for size in SIZES},
+        "layers": {(size, sequence): layers(groups[size], sequence) for size in SIZES for sequence in (False, True)},
+        "vocabulary": {size: vocabulary(groups[size]) for size in SIZES},
+        "models": {(size, i): compared(*case, groups[size]) for size in (2, 4) for i, case in enumerate(CASES)}
+        | {(1, i): compared(*CASES[i], groups[1]) for i in (1, 8)},
+        "without": without_an_exchange(groups[2]),
+        "kept": kept(groups[4]),
+        "two": two_dimensions(),
+        "refusals": refusals(groups),
+        "beyond": beyond_the_vocabulary(groups[4]),
+        "dropout": {seed_by_rank: dropped(groups[4], seed_by_rank) for seed_by_rank in (0, 1)},
+        "measured": {
+            (size, kind, sequence): measured(kind, {"sequence": sequence, "split_vocabulary": False}, groups[size])
+            for size in (2, 4)
+            for kind in ("gpt2", "bert", "llama")
+            for sequence in (False, True)
+        },
+    }
     whole_mesh = RankGrid(tp=4)
     meshes = {2: grid.mesh(grid.groups())["tp"], 4: whole_mesh.mesh(whole_mesh.groups())["tp"]}
     return found | {"dtensor": with_dtensor(meshes), "rank": rank}

@@ -184,15 +184,22 @@ def wrapped(name, model, make):
     """The engine around a model, its optimizer, and a function that gives the whole weights on rank 0."""
     if name == "torch zero1":
         engine = DistributedDataParallel(model, find_unused_parameters=True)
-        optimizer = make(model.parameters(), lambda p, **options: ZeroRedundancyOptimizer(
-            p, torch.optim.Adagrad if make is adagrad else torch.optim.AdamW, **options))
+        optimizer = make(
+            model.parameters(),
+            lambda p, **options: ZeroRedundancyOptimizer(
+                p, torch.optim.Adagrad if make is adagrad else torch.optim.AdamW, **options
+            ),
+        )
         return engine, optimizer, lambda: dict(model.named_parameters())
     optimizer = make(model.parameters())
     if name == "ddp":
         return (DataParallel(model, find_unused_parameters=True), optimizer, lambda: dict(model.named_parameters()))
     if name == "torch ddp":
-        return (DistributedDataParallel(model, find_unused_parameters=True), optimizer,
-                lambda: dict(model.named_parameters()))
+        return (
+            DistributedDataParallel(model, find_unused_parameters=True),
+            optimizer,
+            lambda: dict(model.named_parameters()),
+        )
     if name == "torch fsdp":
         engine = shard_with_torch(model, optimizer)
         return engine, optimizer, engine.whole_weights
@@ -444,8 +451,10 @@ def other_ways_to_step():
             assert engine.step(closure) > 0
             optimizer.zero_grad(set_to_none=False)
         weights = gather_whole(engine.pieces())
-        found[name] = max(((weights[key] - p.detach()).abs().max().item() for key, p in plain.named_parameters()
-                           if weights), default=None)
+        found[name] = max(
+            ((weights[key] - p.detach()).abs().max().item() for key, p in plain.named_parameters() if weights),
+            default=None,
+        )
     return found
 
 
@@ -474,8 +483,13 @@ def refusals():
         stepped = adamw(model.parameters())
         model(rows(0, 0, 1)[0], None, 0).sum().backward()
         stepped.step()
-        attempts = {"sparse": (Sparse(), None), "complex": (Complex(), None), "empty": (Empty(), adamw([lonely])),
-                    "foreign": (Net(), "foreign"), "stepped": (model, stepped)}
+        attempts = {
+            "sparse": (Sparse(), None),
+            "complex": (Complex(), None),
+            "empty": (Empty(), adamw([lonely])),
+            "foreign": (Net(), "foreign"),
+            "stepped": (model, stepped),
+        }
         for what, (module, optimizer) in attempts.items():
             if optimizer == "foreign":
                 optimizer = adamw([*module.parameters(), lonely])
@@ -494,10 +508,17 @@ def refusals():
 def on_ranks():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    return {"trained": {case: trained(case) for case in CASES}, "norms": clipped_in_float64(),
-            "clipped": clipped_by_torch(), "said": what_gradients_say(), "dropped": dropped_by_hand(),
-            "step": what_a_step_says(),
-            "written": written_between_steps(), "other ways": other_ways_to_step(), "refusals": refusals()}
+    return {
+        "trained": {case: trained(case) for case in CASES},
+        "norms": clipped_in_float64(),
+        "clipped": clipped_by_torch(),
+        "said": what_gradients_say(),
+        "dropped": dropped_by_hand(),
+        "step": what_a_step_says(),
+        "written": written_between_steps(),
+        "other ways": other_ways_to_step(),
+        "refusals": refusals(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -509,9 +530,11 @@ def found():
 def test_every_engine_equals_the_plain_loop(found, case):
     differences = dict(found["trained"][case])
     assert differences.pop("moved") > 1e-2 and set(differences) == set(CASES[case][2])
-    bounds = {"float64": dict.fromkeys(differences, 1e-13),
-              # of bf16 weights, a step of 2 ** -9 apart; ZeRO-3's masters in fp32 move where bf16 would stand still
-              "two precisions": dict.fromkeys(differences, 2e-3) | {"zero3": 1e-2}}
+    bounds = {
+        "float64": dict.fromkeys(differences, 1e-13),
+        # of bf16 weights, a step of 2 ** -9 apart; ZeRO-3's masters in fp32 move where bf16 would stand still
+        "two precisions": dict.fromkeys(differences, 2e-3) | {"zero3": 1e-2},
+    }
     bound = bounds.get(case, dict.fromkeys(differences, 2e-6))
     assert all(differences[name] < bound[name] for name in differences), differences
 
@@ -569,9 +592,13 @@ def test_what_an_engine_cannot_do_it_refuses_in_a_line(found):
     assert {what for (name, what), line in said.items() if name == "ddp" and line} == {"sparse"}
     assert "the gradient of `embedding.weight` is sparse" in said["ddp", "sparse"]
     for name in SHARDED:
-        for what, words in {"sparse": "sparse=False", "complex": "`phases` is complex", "empty": "has no parameters",
-                            "foreign": "of shape (3,) that the module has not",
-                            "stepped": "before the first step"}.items():
+        for what, words in {
+            "sparse": "sparse=False",
+            "complex": "`phases` is complex",
+            "empty": "has no parameters",
+            "foreign": "of shape (3,) that the module has not",
+            "stepped": "before the first step",
+        }.items():
             assert words in said[name, what] and "\n" not in said[name, what]
 
 

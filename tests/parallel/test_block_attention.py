@@ -9,7 +9,7 @@ from course_lib.parallel import block_attention
 from course_lib.parallel.block_attention import Block, PartialAttention, PartialGradients, has_kernel
 
 TOKENS, WIDTH = 48, 8
-SCALE = WIDTH ** -0.5
+SCALE = WIDTH**-0.5
 
 
 class CountScores(TorchDispatchMode):
@@ -54,8 +54,9 @@ def test_blocks_put_together_are_the_whole(key_heads, masked):
     whole = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     whole.backward(gradient)
     assert all(has_kernel(query, block) != masked for _, _, block in halves(masked))
-    for ours, torchs in zip(put_together(*parts, gradient, halves(masked)), (whole, query.grad, key.grad, value.grad),
-                            strict=True):
+    for ours, torchs in zip(
+        put_together(*parts, gradient, halves(masked)), (whole, query.grad, key.grad, value.grad), strict=True
+    ):
         torch.testing.assert_close(ours, torchs.detach(), rtol=0, atol=1e-12)
 
 

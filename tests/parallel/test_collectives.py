@@ -130,7 +130,8 @@ def special_tensors(group, rank, ranks):
     copies = [torch.empty(1001) for _ in range(ranks)]
     dist.all_gather(copies, real, group=group)
     return {
-        "mean": torch.equal(mean, expected), "booleans": all(flags.values()),
+        "mean": torch.equal(mean, expected),
+        "booleans": all(flags.values()),
         "strided": torch.equal(strided, total) and not strided.is_contiguous() and float(base[:, 0].sum()) == 0,
         "int16": same(short, sum(tensor_of(other, (5,), torch.int16) for other in range(ranks))),
         "same bits": all(torch.equal(copy, real) for copy in copies),
@@ -190,8 +191,10 @@ def on_every_size():
             continue
         rank, size = ranks.index(me), len(ranks)
         results[tuple(ranks)] = {
-            "all_reduce": compare_all_reduce(group, rank), "special": special_tensors(group, rank, size),
-            "sent": bytes_of_each(group, rank, size), "said": mistakes(group, rank, size),
+            "all_reduce": compare_all_reduce(group, rank),
+            "special": special_tensors(group, rank, size),
+            "sent": bytes_of_each(group, rank, size),
+            "said": mistakes(group, rank, size),
             # A group whose first rank is not the job's: broadcast's source is a rank of the job.
             "others": compare_the_others(group, rank, size) if ranks != [1, 3] else sub_group(group, rank),
         }
@@ -230,8 +233,12 @@ def results():
 
 
 def each(results):
-    return [(rank, ranks, found) for rank, of_rank in enumerate(results) for ranks, found in of_rank.items()
-            if ranks != "barrier"]
+    return [
+        (rank, ranks, found)
+        for rank, of_rank in enumerate(results)
+        for ranks, found in of_rank.items()
+        if ranks != "barrier"
+    ]
 
 
 def test_all_reduce_equals_torchs(results):

@@ -33,7 +33,8 @@ def test_what_is_sent_is_the_formula(ranks):
     for found in launch(context_cases.metered, num_processes=ranks, timeout=400):
         assert {method: of_method[:2] for method, of_method in found.items()} == {
             method: (bytes_sent(method, ranks, **shape), bytes_sent(method, ranks, **shape, backward=True))
-            for method in METHODS}
+            for method in METHODS
+        }
         assert found["ring"][0] == found["allgather"][0]
 
 

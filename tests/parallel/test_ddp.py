@@ -48,8 +48,11 @@ class Blocks(nn.Module):
             if self.checkpointing is None:
                 hidden = hidden + torch.tanh(block(hidden) * self.scale)
             else:
-                hidden = checkpoint(lambda h, block=block: h + torch.tanh(block(h) * self.scale), hidden,
-                                    use_reentrant=self.checkpointing)
+                hidden = checkpoint(
+                    lambda h, block=block: h + torch.tanh(block(h) * self.scale),
+                    hidden,
+                    use_reentrant=self.checkpointing,
+                )
         if branch:
             hidden = self.branch(hidden)
         hidden = self.frozen(hidden)
@@ -99,7 +102,8 @@ def steps(model, rank, ranks, accumulate=1, clip=None, set_to_none=True, optimiz
 def near(mine, theirs, atol=1e-12):
     return len(mine) == len(theirs) and all(
         (a is None and b is None) or (a is not None and b is not None and torch.allclose(a, b, rtol=0, atol=atol))
-        for a, b in zip(mine, theirs, strict=True))
+        for a, b in zip(mine, theirs, strict=True)
+    )
 
 
 def alike(tensors, group):
@@ -142,8 +146,12 @@ def training(group, rank, ranks):
             assert sum(where) == 2 and all(not g.any() for g, w in zip(grads, where, strict=True) if w)
             grads, weights = ([t for t, w in zip(each, where, strict=True) if not w] for each in (grads, weights))
             expected = [[t for t, w in zip(each, where, strict=True) if not w] for each in expected[:2]] + [norms]
-        found[name] = (near(grads, expected[0]) and near(weights, expected[1]) and alike(weights, group)
-                       and norms == pytest.approx(expected[2]))
+        found[name] = (
+            near(grads, expected[0])
+            and near(weights, expected[1])
+            and alike(weights, group)
+            and norms == pytest.approx(expected[2])
+        )
 
     for name, reentrant in (("checkpointing", False), ("reentrant checkpointing", True)):
         model = model_of()
@@ -161,9 +169,11 @@ def training(group, rank, ranks):
 def optimizers(group, rank, ranks):
     """foreach, fused, and momentum."""
     found = {}
-    for name, make in (("fused", lambda p: torch.optim.AdamW(p, fused=True)),
-                       ("foreach", lambda p: torch.optim.AdamW(p, foreach=True)),
-                       ("momentum", lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9))):
+    for name, make in (
+        ("fused", lambda p: torch.optim.AdamW(p, fused=True)),
+        ("foreach", lambda p: torch.optim.AdamW(p, foreach=True)),
+        ("momentum", lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)),
+    ):
         engine, oracle = DataParallel(model_of(), group=group, **SMALL), model_of()
         mine = steps(engine, rank, ranks, branch=True, optimizer=make(engine.parameters()))
         theirs = steps(oracle, 0, 1, branch=True, optimizer=make(oracle.parameters()))
@@ -181,8 +191,10 @@ def views(group, rank, ranks):
             with engine.no_sync() if quiet else contextlib.nullcontext():
                 engine(torch.randn(2, 2, 3, 3)).sum().backward()
             inside = {b.flat.untyped_storage().data_ptr() for b in engine.buckets}
-            found += [p.grad.untyped_storage().data_ptr() in inside and p.grad.stride() == p.stride()
-                      for p in model.parameters()]
+            found += [
+                p.grad.untyped_storage().data_ptr() in inside and p.grad.stride() == p.stride()
+                for p in model.parameters()
+            ]
         engine.zero_grad(set_to_none=set_to_none)
     assert sum(b.flat.numel() for b in engine.buckets) == sum(p.numel() for p in model.parameters())
     return found
@@ -199,8 +211,9 @@ def partly_used(group, rank, ranks):
         alone = model_of()
         loss_of(alone, share(batch(0), 0, ranks), ranks, branch=True).backward()
         branch = engine.module.branch
-        found[find] = (near([p.grad for p in branch.parameters()], [p.grad / ranks for p in alone.branch.parameters()])
-                       and alike([p.grad for p in engine.parameters() if p.grad is not None], group))
+        found[find] = near(
+            [p.grad for p in branch.parameters()], [p.grad / ranks for p in alone.branch.parameters()]
+        ) and alike([p.grad for p in engine.parameters() if p.grad is not None], group)
         # Without zero_grad, under no_sync, and then not used any more: what it has is kept and averaged.
         with engine.no_sync():
             loss_of(engine, share(batch(1), rank, ranks), ranks, branch=rank == 0).backward()
@@ -217,10 +230,12 @@ def frozen_and_tied(group, rank, ranks):
     arrivals = []
     engine.module.tied.register_post_accumulate_grad_hook(lambda p: arrivals.append(p.grad.clone()))
     loss_of(engine, share(batch(0), rank, ranks), ranks).backward()
-    return {"reversed": names == [n for n, p in reversed(list(engine.module.named_parameters())) if p.requires_grad],
-            "no frozen": not any(n.startswith("frozen") for n in names) and engine.module.frozen.weight.grad is None,
-            "tied once": names.count("tied") == 1 and "first.weight" not in names and len(arrivals) == 1,
-            "several buckets": len(engine.buckets) > 2}
+    return {
+        "reversed": names == [n for n, p in reversed(list(engine.module.named_parameters())) if p.requires_grad],
+        "no frozen": not any(n.startswith("frozen") for n in names) and engine.module.frozen.weight.grad is None,
+        "tied once": names.count("tied") == 1 and "first.weight" not in names and len(arrivals) == 1,
+        "several buckets": len(engine.buckets) > 2,
+    }
 
 
 def buffers(group, rank, ranks):
@@ -262,9 +277,11 @@ def mixed_precision(group, rank, ranks):
     model.forward = forward
     engine = DataParallel(model, group=group, **SMALL)
     loss_of(engine, share(batch(0, torch.float32), rank, ranks), ranks).backward()
-    found["dtypes"] = (all(p.grad.dtype == p.dtype for p in model.parameters() if p.grad is not None)
-                       and {b.flat.dtype for b in engine.buckets} == {torch.float32, torch.bfloat16}
-                       and alike([p.grad for p in model.parameters() if p.grad is not None], group))
+    found["dtypes"] = (
+        all(p.grad.dtype == p.dtype for p in model.parameters() if p.grad is not None)
+        and {b.flat.dtype for b in engine.buckets} == {torch.float32, torch.bfloat16}
+        and alike([p.grad for p in model.parameters() if p.grad is not None], group)
+    )
 
     engine, oracle = (Blocks() for _ in range(2))
     engine = DataParallel(engine, group=group, **SMALL)
@@ -273,7 +290,9 @@ def mixed_precision(group, rank, ranks):
         loss_of(oracle, batch(0, torch.float32), 1).backward()
     found["autocast"] = all(
         mine.grad.dtype == torch.float32 and torch.allclose(mine.grad, theirs.grad, atol=0.02 * theirs.grad.abs().max())
-        for mine, theirs in zip(engine.parameters(), oracle.parameters(), strict=True) if theirs.grad is not None)
+        for mine, theirs in zip(engine.parameters(), oracle.parameters(), strict=True)
+        if theirs.grad is not None
+    )
 
     all_reduce = dist.all_reduce
 
@@ -281,21 +300,26 @@ def mixed_precision(group, rank, ranks):
         sent.append(tensor.nbytes)
         return all_reduce(tensor, *args, **options)
 
-    plain, compressed = (DataParallel(Blocks(), group=group, communication_hook=hook, **SMALL)
-                         for hook in (sum_gradients, bf16_compression))
+    plain, compressed = (
+        DataParallel(Blocks(), group=group, communication_hook=hook, **SMALL)
+        for hook in (sum_gradients, bf16_compression)
+    )
     with mock.patch.object(dist, "all_reduce", counted):
         for engine in (plain, compressed):
             loss_of(engine, share(batch(0, torch.float32), rank, ranks), ranks, branch=True).backward()
             sent.append(None)
     first, second = sent[: sent.index(None)], sent[sent.index(None) + 1 : -1]
     found["half the bytes"] = len(first) > 2 and [2 * each for each in second] == first
-    pairs = [(a.grad, b.grad) for a, b in zip(plain.parameters(), compressed.parameters(), strict=True)
-             if a.grad is not None]
+    pairs = [
+        (a.grad, b.grad) for a, b in zip(plain.parameters(), compressed.parameters(), strict=True) if a.grad is not None
+    ]
     # Rounded to 8 bits once by each rank and once a sum: an error of 2^-8 of the largest partial sum each time.
-    found["bf16 hook"] = (any(not torch.equal(a, b) for a, b in pairs) and len(pairs) == 12
-                          and all(torch.allclose(a, b, rtol=0, atol=(ranks + 1) * 2**-8 * a.abs().max())
-                                  for a, b in pairs)
-                          and alike([b for _, b in pairs], group))
+    found["bf16 hook"] = (
+        any(not torch.equal(a, b) for a, b in pairs)
+        and len(pairs) == 12
+        and all(torch.allclose(a, b, rtol=0, atol=(ranks + 1) * 2**-8 * a.abs().max()) for a, b in pairs)
+        and alike([b for _, b in pairs], group)
+    )
     return found
 
 
@@ -325,8 +349,11 @@ def beside_torch(group, rank, ranks):
             optimizer.step()
         pairs = list(zip(mine.parameters(), theirs.parameters(), strict=True))
         grads = [(a.grad, b.grad) for a, b in pairs if a.requires_grad]
-        found.append(all(torch.equal(a, b) for a, b in grads + pairs) if ranks < 4 else
-                     all(torch.allclose(a, b, atol=1e-5) for a, b in grads + pairs))
+        found.append(
+            all(torch.equal(a, b) for a, b in grads + pairs)
+            if ranks < 4
+            else all(torch.allclose(a, b, atol=1e-5) for a, b in grads + pairs)
+        )
         for optimizer in optimizers:
             optimizer.zero_grad()
     return found
@@ -428,8 +455,21 @@ def twice(group, rank, ranks):
     return str(caught.value)
 
 
-CASES = (training, optimizers, views, partly_used, frozen_and_tied, buffers, mixed_precision, by_our_ring, beside_torch,
-         overlap, disagreements, changes, twice)
+CASES = (
+    training,
+    optimizers,
+    views,
+    partly_used,
+    frozen_and_tied,
+    buffers,
+    mixed_precision,
+    by_our_ring,
+    beside_torch,
+    overlap,
+    disagreements,
+    changes,
+    twice,
+)
 
 
 def on_every_size():
@@ -523,27 +563,38 @@ def test_models_that_differ_between_ranks_are_told_on_every_rank(results):
             assert said == {}
             continue
         begin, usual = f"rank {ranks - 1}'s model is not rank 0's: ", "torch.float32, and was to be parameter"
-        assert said == {name: begin + what + ": build the same model on every rank" for name, what in {
-            "shape": f"`branch.weight` is parameter (17, 16) {usual} (16, 16) torch.float32",
-            "dtype": f"`blocks.1.weight` is parameter (16, 16) {usual} (16, 16) torch.float32".replace("32", "64", 1),
-            "frozen": "`scale` is parameter (16,) torch.float32 frozen, and was to be parameter (16,) torch.float32",
-            "extra": "`extra` is parameter (1,) torch.float32, and was to be absent",
-            "lacks": "`scale` is missing, and was to be parameter (16,) torch.float32",
-            "buffer": "`mask` is buffer (3,) torch.float32, and was to be buffer (2,) torch.float32",
-        }.items()}
+        assert said == {
+            name: begin + what + ": build the same model on every rank"
+            for name, what in {
+                "shape": f"`branch.weight` is parameter (17, 16) {usual} (16, 16) torch.float32",
+                "dtype": f"`blocks.1.weight` is parameter (16, 16) {usual} (16, 16) torch.float32".replace(
+                    "32", "64", 1
+                ),
+                "frozen": "`scale` is parameter (16,) torch.float32 frozen, and was to be parameter (16,) torch.float32",
+                "extra": "`extra` is parameter (1,) torch.float32, and was to be absent",
+                "lacks": "`scale` is missing, and was to be parameter (16,) torch.float32",
+                "buffer": "`mask` is buffer (3,) torch.float32, and was to be buffer (2,) torch.float32",
+            }.items()
+        }
 
 
 def test_a_model_changed_after_wrapping_is_told_at_the_next_forward(results):
     for _, _, found in results:
         assert [said.split(" after ")[0] for said in found["changes"]] == [
-            "parameter `extra` was added", "parameter `head.weight` was replaced", "parameter `scale` was frozen",
+            "parameter `extra` was added",
+            "parameter `head.weight` was replaced",
+            "parameter `scale` was frozen",
             "parameter `frozen.weight` was unfrozen",
-            "parameter `blocks.0.weight` got another shape, dtype or device", "parameter `branch.weight` was removed"]
+            "parameter `blocks.0.weight` got another shape, dtype or device",
+            "parameter `branch.weight` was removed",
+        ]
 
 
 def test_a_gradient_that_comes_in_parts_is_refused(results):
-    assert all("gradient of `scale` came twice" in found["twice"] and "use_reentrant=False" in found["twice"]
-               for _, _, found in results)
+    assert all(
+        "gradient of `scale` came twice" in found["twice"] and "use_reentrant=False" in found["twice"]
+        for _, _, found in results
+    )
 
 
 def skip_a_collective():

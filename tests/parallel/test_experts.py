@@ -13,10 +13,15 @@ from course_lib.parallel.experts import Experts, Load, MoELayer, expert_groups
 from tests.parallel import expert_cases
 from tests.parallel.expert_cases import EXPERTS, WIDTH, Case
 
-CASES = [*(Case(scoring, normalized, k) for scoring, normalized, k in
-           itertools.product(("before", "after", "sigmoid"), (False, True), (1, 3))),
-         Case("before", True, 2, capacity=0.5), Case("before", False, 2, capacity=1.25, shared=True),
-         Case("sigmoid", True, 2, biased=True, shared=True)]
+CASES = [
+    *(
+        Case(scoring, normalized, k)
+        for scoring, normalized, k in itertools.product(("before", "after", "sigmoid"), (False, True), (1, 3))
+    ),
+    Case("before", True, 2, capacity=0.5),
+    Case("before", False, 2, capacity=1.25, shared=True),
+    Case("sigmoid", True, 2, biased=True, shared=True),
+]
 SIZES = {1: (1,), 2: (1, 2), 4: (1, 2, 4)}
 """By number of ranks: how many of them share the experts."""
 
@@ -28,11 +33,14 @@ def test_loss_outputs_and_every_gradient_are_those_of_one_process(ranks):
         assert {case: off for case, off in found.items() if not max(off.values()) < 1e-12} == {}
 
 
-@pytest.mark.parametrize(("how", "wrong"), [
-    ("unscaled", {"experts.gate_up_proj", "experts.down_proj"}),
-    ("alone", {"gate.weight"}),
-    ("order", {"loss", "output", "gate.weight", "experts.gate_up_proj", "experts.down_proj", "tokens"}),
-])
+@pytest.mark.parametrize(
+    ("how", "wrong"),
+    [
+        ("unscaled", {"experts.gate_up_proj", "experts.down_proj"}),
+        ("alone", {"gate.weight"}),
+        ("order", {"loss", "output", "gate.weight", "experts.gate_up_proj", "experts.down_proj", "tokens"}),
+    ],
+)
 def test_without_a_part_of_the_mechanism_it_differs_there_and_only_there(how, wrong):
     for found in launch(expert_cases.broken, how, 2, num_processes=2, timeout=400):
         assert {name for name, off in found.items() if off > 1e-3} == wrong
@@ -58,8 +66,10 @@ def test_the_bias_evens_the_load_without_a_loss():
 
 def test_before_and_after_agree_once_the_weights_are_divided_by_their_sum():
     torch.manual_seed(0)
-    before, after, plain = (TopKRouter(WIDTH, EXPERTS, 2, *rules).double()
-                            for rules in (("before", True), ("after", False), ("before", False)))
+    before, after, plain = (
+        TopKRouter(WIDTH, EXPERTS, 2, *rules).double()
+        for rules in (("before", True), ("after", False), ("before", False))
+    )
     after.weight = plain.weight = before.weight
     tokens = torch.randn(9, WIDTH, dtype=torch.float64)
     torch.testing.assert_close(before(tokens).weights, after(tokens).weights)
@@ -69,8 +79,8 @@ def test_before_and_after_agree_once_the_weights_are_divided_by_their_sum():
 def test_experts_begin_with_outputs_of_the_inputs_size():
     torch.manual_seed(0)
     experts = Experts(4, width=256, inner=512)
-    assert experts.gate_up_proj.std().item() == pytest.approx(256 ** -0.5, rel=0.02)
-    assert experts.down_proj.std().item() == pytest.approx(512 ** -0.5, rel=0.02)
+    assert experts.gate_up_proj.std().item() == pytest.approx(256**-0.5, rel=0.02)
+    assert experts.down_proj.std().item() == pytest.approx(512**-0.5, rel=0.02)
     assert max(each.mean().abs().item() for each in experts.parameters()) < 1e-3
 
 
@@ -82,8 +92,12 @@ def test_capacity_and_imbalance():
 def refusals():
     torch.distributed.init_process_group("gloo")
     said = []
-    for wrong in (lambda: expert_groups(3), lambda: TopKRouter(4, 2, 3), lambda: TopKRouter(4, 2, 1).move_bias(None, 1),
-                  lambda: MoELayer(TopKRouter(4, 6, 1), Experts(2, 4, 4))):
+    for wrong in (
+        lambda: expert_groups(3),
+        lambda: TopKRouter(4, 2, 3),
+        lambda: TopKRouter(4, 2, 1).move_bias(None, 1),
+        lambda: MoELayer(TopKRouter(4, 6, 1), Experts(2, 4, 4)),
+    ):
         with pytest.raises(ConfigError) as error:
             wrong()
         said.append(str(error.value))

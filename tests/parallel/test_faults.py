@@ -66,8 +66,9 @@ def test_ranks_that_differ_and_a_changed_model_are_named_on_every_rank():
         elif fault == "frozen on one rank":
             assert "`layers.1.weight` is parameter (4, 6) torch.float32 frozen" in line
         else:
-            assert line.startswith(f"parameter `layers.0.bias` was frozen after the model was wrapped by "
-                                   f"{ENGINES[name].__name__}")
+            assert line.startswith(
+                f"parameter `layers.0.bias` was frozen after the model was wrapped by {ENGINES[name].__name__}"
+            )
 
 
 def skips_a_step(name, folder):

@@ -22,7 +22,10 @@ from tests.torch_versions import FSDP2_ON_CPUS, needs
 RANKS = 2
 ENGINES = {
     "ddp": lambda model, optimizer: DataParallel(model),
-    "zero1": OverlappedZero1, "zero2": Zero2, "zero3": Zero3, "fsdp": FullyShardedDataParallel,
+    "zero1": OverlappedZero1,
+    "zero2": Zero2,
+    "zero3": Zero3,
+    "fsdp": FullyShardedDataParallel,
     "torch's fsdp": shard_with_torch,
 }
 KINDS = {"all trained": None, "adapters": None, "beside bf16": torch.bfloat16, "beside 4 bits": torch.uint8}
@@ -31,8 +34,18 @@ KINDS = {"all trained": None, "adapters": None, "beside bf16": torch.bfloat16, "
 def made(kind):
     """A GPT-2 of two blocks, of which all or the adapters are trained, and its frozen weights in a dtype."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=16, resid_pdrop=0.0,
-                                       embd_pdrop=0.0, attn_pdrop=0.0))
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=2,
+            n_embd=32,
+            n_head=2,
+            vocab_size=64,
+            n_positions=16,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
     if kind == "all trained":
         return model
     if kind == "beside 4 bits":
@@ -149,8 +162,9 @@ def test_gradients_of_adapters_alone_move(found, engine):
         if engine in ("ddp", "zero1", "zero2"):
             assert gathered <= (0 if engine == "ddp" else 4 * trained + 256)
             continue
-        wanted = 2 * 4 * trained + sum(dtype.itemsize * numel * (2 if in_block else 1)
-                                       for (in_block, dtype), numel in frozen.items())
+        wanted = 2 * 4 * trained + sum(
+            dtype.itemsize * numel * (2 if in_block else 1) for (in_block, dtype), numel in frozen.items()
+        )
         assert wanted <= gathered <= 1.02 * wanted, (engine, kind)
 
 

@@ -59,8 +59,15 @@ BF16_SUMS_FP32 = Case(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 def shard(case, model, group, **options):
     return FullyShardedDataParallel(
-        model, optimizer_for(model), group=group, reshard_after_forward=case.reshard_after_forward,
-        prefetch=case.prefetch, param_dtype=case.param_dtype, reduce_dtype=case.reduce_dtype, **options)
+        model,
+        optimizer_for(model),
+        group=group,
+        reshard_after_forward=case.reshard_after_forward,
+        prefetch=case.prefetch,
+        param_dtype=case.param_dtype,
+        reduce_dtype=case.reduce_dtype,
+        **options,
+    )
 
 
 def trained(case, group):
@@ -98,16 +105,24 @@ def gathers_before_compute(group, prefetch):
 def measured(group):
     """Bytes and collectives of one step on two ranks."""
     found = {}
-    cases = {"reshard": Case(), "keep": Case(reshard_after_forward=False), "no prefetch": Case(prefetch=False),
-             "frozen": Case(frozen=("h.0", "h.2.mlp"))}
+    cases = {
+        "reshard": Case(),
+        "keep": Case(reshard_after_forward=False),
+        "no prefetch": Case(prefetch=False),
+        "frozen": Case(frozen=("h.0", "h.2.mlp")),
+    }
     for name, case in cases.items():
         engine = shard(case, build(case), group)
         steady = storage_bytes(engine.resident()["parameters"])
         seen = watch_parameters(engine)
         collectives = count_collectives(engine)
         engine.step()
-        found[name] = {"steady": steady, "seen": seen, "collectives": collectives,
-                       "after": {kind: storage_bytes(tensors) for kind, tensors in engine.resident().items()}}
+        found[name] = {
+            "steady": steady,
+            "seen": seen,
+            "collectives": collectives,
+            "after": {kind: storage_bytes(tensors) for kind, tensors in engine.resident().items()},
+        }
     engine = shard(Case(), build(Case()), group)
     with engine.no_sync():
         collectives = count_collectives(engine)
@@ -153,12 +168,18 @@ def on_rank():
     dist.init_process_group("gloo")
     group_of = groups()
     mine = {ranks: group for ranks, group in group_of.items() if dist.get_rank() < ranks}
-    found = {"trained": {case: trained(case, mine[case.ranks]) for case in [*CASES, BF16, BF16_SUMS_FP32]
-                         if case.ranks in mine}}
+    found = {
+        "trained": {
+            case: trained(case, mine[case.ranks]) for case in [*CASES, BF16, BF16_SUMS_FP32] if case.ranks in mine
+        }
+    }
     if 2 in mine:
-        found |= {"measured": measured(mine[2]), "reloaded": reloaded(mine[2]),
-                  "two forwards": two_forwards_one_backward(mine[2]),
-                  "gathers": {prefetch: gathers_before_compute(mine[2], prefetch) for prefetch in (True, False)}}
+        found |= {
+            "measured": measured(mine[2]),
+            "reloaded": reloaded(mine[2]),
+            "two forwards": two_forwards_one_backward(mine[2]),
+            "gathers": {prefetch: gathers_before_compute(mine[2], prefetch) for prefetch in (True, False)},
+        }
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(FullyShardedDataParallel, "unit_type", Unreduced)
             found["unreduced"] = trained(Case(), mine[2])
@@ -218,8 +239,11 @@ def test_a_rank_holds_1_nth_and_the_root_and_two_blocks_while_it_computes(found)
         outcome = found["measured"][name]
         total = sum(blocks) + root
         assert outcome["steady"] == pytest.approx(4 * total / 2, rel=0.001)
-        peak = {(kind, i): outcome["steady"] + 4 * (root + min(gathered, places) * blocks[0])
-                for i in range(LAYERS) for kind, places in (("F", LAYERS - i), ("B", i + 1))}
+        peak = {
+            (kind, i): outcome["steady"] + 4 * (root + min(gathered, places) * blocks[0])
+            for i in range(LAYERS)
+            for kind, places in (("F", LAYERS - i), ("B", i + 1))
+        }
         assert len(outcome["seen"]) == 2 * LAYERS
         for kind, i, size in outcome["seen"]:
             assert size == pytest.approx(peak[kind, i], rel=0.001), (name, kind, i)
@@ -292,12 +316,20 @@ def test_two_forwards_before_one_backward(found):
     assert largest > 1 and difference < 1e-6 * largest
 
 
-@pytest.mark.parametrize("name, options, classes", [
-    ("Bert", {"num_hidden_layers": 3}, {"BertLayer": 3}), ("DistilBert", {"n_layers": 3}, {"TransformerBlock": 3}),
-    ("Roberta", {"num_hidden_layers": 3}, {"RobertaLayer": 3}), ("GPT2", {"n_layer": 3}, {"GPT2Block": 3}),
-    ("OPT", {"num_hidden_layers": 3}, {"OPTDecoderLayer": 3}), ("T5", {"num_layers": 3}, {"T5Block": 6}),
-    ("Llama", {"num_hidden_layers": 3}, {"LlamaDecoderLayer": 3}), ("Albert", {}, {"AlbertLayerGroup": 1}),
-    ("Bart", {"encoder_layers": 2, "decoder_layers": 3}, {"BartEncoderLayer": 2, "BartDecoderLayer": 3})])
+@pytest.mark.parametrize(
+    "name, options, classes",
+    [
+        ("Bert", {"num_hidden_layers": 3}, {"BertLayer": 3}),
+        ("DistilBert", {"n_layers": 3}, {"TransformerBlock": 3}),
+        ("Roberta", {"num_hidden_layers": 3}, {"RobertaLayer": 3}),
+        ("GPT2", {"n_layer": 3}, {"GPT2Block": 3}),
+        ("OPT", {"num_hidden_layers": 3}, {"OPTDecoderLayer": 3}),
+        ("T5", {"num_layers": 3}, {"T5Block": 6}),
+        ("Llama", {"num_hidden_layers": 3}, {"LlamaDecoderLayer": 3}),
+        ("Albert", {}, {"AlbertLayerGroup": 1}),
+        ("Bart", {"encoder_layers": 2, "decoder_layers": 3}, {"BartEncoderLayer": 2, "BartDecoderLayer": 3}),
+    ],
+)
 def test_blocks_of_known_models(name, options, classes):
     with torch.device("meta"):
         model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**options))

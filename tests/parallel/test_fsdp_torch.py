@@ -48,8 +48,11 @@ LOW_PRECISION = [Case(param_dtype=torch.bfloat16), Case(param_dtype=torch.bfloat
 
 
 def options(case):
-    return {"reshard_after_forward": case.reshard_after_forward, "param_dtype": case.param_dtype,
-            "reduce_dtype": case.reduce_dtype}
+    return {
+        "reshard_after_forward": case.reshard_after_forward,
+        "param_dtype": case.param_dtype,
+        "reduce_dtype": case.reduce_dtype,
+    }
 
 
 def trained(case, group, mesh):
@@ -80,8 +83,12 @@ def measured(mesh):
         seen = watch_parameters(engine)
         collectives = count_collectives(engine)
         engine.step()
-        found[name] = {"steady": steady, "seen": seen, "collectives": collectives,
-                       "after": {kind: storage_bytes(tensors) for kind, tensors in engine.resident().items()}}
+        found[name] = {
+            "steady": steady,
+            "seen": seen,
+            "collectives": collectives,
+            "after": {kind: storage_bytes(tensors) for kind, tensors in engine.resident().items()},
+        }
     model = build(Case())
     engine = shard_with_torch(model, optimizer_for(model), mesh=mesh)
     with engine.no_sync():
@@ -110,8 +117,10 @@ def gradients(mesh):
     engine = shard_with_torch(model, optimizer_for(model), mesh=mesh)
     for each in (alone, engine):
         loss_sum(each, "gpt2", rows).backward()
-    return (alone.transformer.h[0].attn.c_attn.weight.grad,
-            model.transformer.h[0].attn.c_attn.weight.grad.full_tensor())
+    return (
+        alone.transformer.h[0].attn.c_attn.weight.grad,
+        model.transformer.h[0].attn.c_attn.weight.grad.full_tensor(),
+    )
 
 
 def on_rank():
@@ -122,8 +131,11 @@ def on_rank():
     if 2 in mine:
         found |= {"measured": measured(mesh[2]), "pooler": unused_pooler(mesh[2]), "gradients": gradients(mesh[2])}
         found["scratch"] = {case: trained_from_scratch(case, mine[2]) for case in LOW_PRECISION}
-    found["trained"] = {case: trained(case, mine[case.ranks], mesh[case.ranks]) for case in [*CASES, *LOW_PRECISION]
-                        if case.ranks in mine}
+    found["trained"] = {
+        case: trained(case, mine[case.ranks], mesh[case.ranks])
+        for case in [*CASES, *LOW_PRECISION]
+        if case.ranks in mine
+    }
     found["hybrid"] = trained(HYBRID, mine[4], hybrid := hybrid_mesh("cpu", replicas=2, shards=2))
     model = build(HYBRID)
     engine = shard_with_torch(model, optimizer_for(model), mesh=hybrid)
@@ -167,8 +179,11 @@ def test_low_precision_agrees_with_the_engine_from_scratch(found, case):
 
 
 def test_collectives_are_those_of_the_engine_from_scratch(found):
-    counted = {name: {operation: count for operation, count in outcome["collectives"].items() if count}
-               for name, outcome in found["measured"].items() if name != "forgets"}
+    counted = {
+        name: {operation: count for operation, count in outcome["collectives"].items() if count}
+        for name, outcome in found["measured"].items()
+        if name != "forgets"
+    }
     assert counted["reshard"] == {"_allgather_base_": 9, "_reduce_scatter_base_": 5}
     assert counted["keep"] == {"_allgather_base_": 5, "_reduce_scatter_base_": 5}
     assert counted["no_sync"] == {"_allgather_base_": 9}

@@ -85,7 +85,7 @@ def batch(step):
 
 def rows_of(step, group):
     """This rank's share of a batch's rows; all shares are equal."""
-    return [part[group.rank()::group.size()] for part in batch(step)]
+    return [part[group.rank() :: group.size()] for part in batch(step)]
 
 
 def weights_of(module):
@@ -114,12 +114,15 @@ def one_process(rows=slice(None)):
 
 # --- on the ranks: each trains, and returns weights and losses ---
 
+
 def with_data_parallel(group):
     module = net(group.rank())
     optimizer = make_optimizer(module.parameters())
     data_parallel.broadcast_model(module, group)
-    losses = [data_parallel.train_step(module, optimizer, loss_function, *rows_of(step, group), group).item()
-              for step in range(STEPS)]
+    losses = [
+        data_parallel.train_step(module, optimizer, loss_function, *rows_of(step, group), group).item()
+        for step in range(STEPS)
+    ]
     return weights_of(module), losses
 
 
@@ -131,8 +134,10 @@ def with_buckets(group):
     engine = bucketed_data_parallel.BucketedDataParallel(module, group)
     left = []
     module.embed.weight.register_hook(lambda gradient: left.append(sum(b.work is not None for b in engine.buckets)))
-    losses = [bucketed_data_parallel.train_step(engine, optimizer, loss_function, *rows_of(step, group)).item()
-              for step in range(STEPS)]
+    losses = [
+        bucketed_data_parallel.train_step(engine, optimizer, loss_function, *rows_of(step, group)).item()
+        for step in range(STEPS)
+    ]
     return weights_of(module), losses, len(engine.buckets), left
 
 
@@ -198,8 +203,9 @@ def with_tensor_parallel(split_layer, group):
     module = net(group.rank())
     split_layer(module, group)
     optimizer = make_optimizer(module.parameters())
-    losses = [tensor_parallel.train_step(module, optimizer, loss_function, *batch(step)).item()
-              for step in range(STEPS)]
+    losses = [
+        tensor_parallel.train_step(module, optimizer, loss_function, *batch(step)).item() for step in range(STEPS)
+    ]
     weights = weights_of(module)
     shapes = {name: tuple(weights[f"layers.0.{name}"].shape) for name in ("up.weight", "up.bias", "down.weight")}
     for name in weights:
@@ -236,7 +242,7 @@ def stage_of(module, group):
     """The modules of this rank, and its stage."""
     parts = [module.embed, *module.layers, module.head]
     sizes = [len(part) for part in torch.arange(len(parts)).tensor_split(group.size())]
-    first = sum(sizes[:group.rank()])
+    first = sum(sizes[: group.rank()])
     return nn.Sequential(*parts[first : first + sizes[group.rank()]])
 
 
@@ -291,16 +297,26 @@ CASES = {
     "full 1f1b": functools.partial(in_stages, functools.partial(full_pipeline, "1f1b")),
 }
 OF_DATA = ("data parallel", "buckets", "zero1", "fsdp")
-FULL = {"data parallel": ("full data parallel",), "buckets": ("full data parallel",), "zero1": ("full zero1",),
-        "fsdp": ("full fsdp", "full zero3"), "tensor parallel": ("full tensor parallel",), "gpipe": ("full gpipe",),
-        "1f1b": ("full 1f1b",)}
+FULL = {
+    "data parallel": ("full data parallel",),
+    "buckets": ("full data parallel",),
+    "zero1": ("full zero1",),
+    "fsdp": ("full fsdp", "full zero3"),
+    "tensor parallel": ("full tensor parallel",),
+    "gpipe": ("full gpipe",),
+    "1f1b": ("full 1f1b",),
+}
 
 
 def run_cases():
     dist.init_process_group("gloo")
     groups = {size: dist.new_group(range(size)) for size in SIZES}
-    return {(name, size): case(group) for name, case in CASES.items() for size, group in groups.items()
-            if dist.get_rank() < size}
+    return {
+        (name, size): case(group)
+        for name, case in CASES.items()
+        for size, group in groups.items()
+        if dist.get_rank() < size
+    }
 
 
 @pytest.fixture(scope="module")
@@ -386,8 +402,7 @@ def test_1f1b_holds_fewer_microbatches(size, trained):
     assert [peak for _, _, peak in trained["gpipe", size]] == [MICROBATCHES] * size
     assert [peak for _, _, peak in trained["1f1b", size]] == [size - rank for rank in range(size)]
     for name in ("gpipe", "1f1b"):
-        assert ([peak for _, _, peak in trained[name, size]]
-                == [peak for _, _, peak in trained[f"full {name}", size]])
+        assert [peak for _, _, peak in trained[name, size]] == [peak for _, _, peak in trained[f"full {name}", size]]
 
 
 def test_each_is_short_and_has_no_options():

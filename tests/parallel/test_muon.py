@@ -25,17 +25,25 @@ def matrices():
 def give_gradients(parameters, step, ranks):
     """The mean of some ranks' gradients."""
     for index, parameter in enumerate(parameters):
-        drawn = [torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * step + 10 * index + rank))
-                 for rank in ranks]
+        drawn = [
+            torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * step + 10 * index + rank))
+            for rank in ranks
+        ]
         parameter.grad = sum(drawn) / len(drawn)
 
 
 def muon(parameters):
-    return Muon([{"params": parameters, "muon": True, "weight_decay": HOW["weight_decay"]}], lr=HOW["lr"],
-                momentum=HOW["momentum"], betas=(0.9, 0.999), eps=1e-8)
+    return Muon(
+        [{"params": parameters, "muon": True, "weight_decay": HOW["weight_decay"]}],
+        lr=HOW["lr"],
+        momentum=HOW["momentum"],
+        betas=(0.9, 0.999),
+        eps=1e-8,
+    )
 
 
 # --- one process ---
+
 
 @pytest.mark.parametrize("shape", [(5, 9), (9, 5), (6, 6)])
 def test_newton_schulz_is_a_polynomial_of_the_singular_values(shape):
@@ -54,10 +62,17 @@ def test_newton_schulz_is_a_polynomial_of_the_singular_values(shape):
 def test_it_is_torchs_muon_and_torchs_adamw():
     mine, theirs = matrices(), matrices()
     plain, plains = ([nn.Parameter(torch.linspace(-1, 1, 7))] for _ in range(2))
-    own = Muon([{"params": mine, "muon": True, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.1}],
-               lr=0.05, momentum=0.9, betas=(0.8, 0.99), eps=1e-6)
-    torchs = [torch.optim.Muon(theirs, **HOW, adjust_lr_fn="match_rms_adamw"),
-              torch.optim.AdamW(plains, lr=0.05, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1)]
+    own = Muon(
+        [{"params": mine, "muon": True, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.1}],
+        lr=0.05,
+        momentum=0.9,
+        betas=(0.8, 0.99),
+        eps=1e-6,
+    )
+    torchs = [
+        torch.optim.Muon(theirs, **HOW, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(plains, lr=0.05, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1),
+    ]
     for step in range(5):
         for parameters in (mine, theirs, plain, plains):
             give_gradients(parameters, step, [0])
@@ -79,18 +94,22 @@ class Blocks(nn.Module):
 def test_muon_gets_the_matrices_of_the_blocks():
     model = Blocks()
     names = {parameter: name for name, parameter in model.named_parameters()}
-    decays = [{"params": [p for p in names if p.ndim == 2], "weight_decay": 0.1},
-              {"params": [p for p in names if p.ndim < 2], "weight_decay": 0.0}]
+    decays = [
+        {"params": [p for p in names if p.ndim == 2], "weight_decay": 0.1},
+        {"params": [p for p in names if p.ndim < 2], "weight_decay": 0.0},
+    ]
     groups = muon_groups(model, decays)
     assert [(group["muon"], group["weight_decay"], [names[p] for p in group["params"]]) for group in groups] == [
-        (True, 0.1, ["blocks.0.0.weight", "blocks.1.0.weight"]), (False, 0.1, ["embedding.weight", "head.weight"]),
-        (False, 0.0, [name for name in names.values() if name.endswith("bias") or ".1.weight" in name])]
+        (True, 0.1, ["blocks.0.0.weight", "blocks.1.0.weight"]),
+        (False, 0.1, ["embedding.weight", "head.weight"]),
+        (False, 0.0, [name for name in names.values() if name.endswith("bias") or ".1.weight" in name]),
+    ]
     with pytest.raises(ConfigError, match=r"Muon of a parameter of shape \(3,\)"):
-        Muon([{"params": [model.blocks[0][0].bias], "muon": True}], lr=1, momentum=0,
-             betas=(0, 0), eps=1)
+        Muon([{"params": [model.blocks[0][0].bias], "muon": True}], lr=1, momentum=0, betas=(0, 0), eps=1)
 
 
 # --- ranks ---
+
 
 def alone(ranks, weights_of=matrices):
     parameters = weights_of()
@@ -124,8 +143,12 @@ def shared():
             with Meter() as meter:
                 optimizer.step()
         held = [optimizer.shard] if kind is GatheredMuon else list(optimizer.buffers.values())
-        results[kind.__name__] = ([p.detach() for p in parameters], meter.bytes_sent, optimizer.bytes_per_step(),
-                                  sum(tensor.numel() for tensor in held))
+        results[kind.__name__] = (
+            [p.detach() for p in parameters],
+            meter.bytes_sent,
+            optimizer.bytes_per_step(),
+            sum(tensor.numel() for tensor in held),
+        )
     engine = DataParallel(Product())
     optimizer = muon(list(engine.parameters()))
     for step in range(STEPS):
@@ -152,8 +175,10 @@ def test_shared_out_it_is_one_process_with_the_mean_gradient(ranks):
     for of_rank in of_ranks:
         for design in ("GatheredMuon", "LayerwiseMuon"):
             assert of_rank[design][1] == of_rank[design][2] > 0
-    sent = {design: sum(of_rank[design][1] for of_rank in of_ranks)
-            for design in ("replicated", "GatheredMuon", "LayerwiseMuon")}
+    sent = {
+        design: sum(of_rank[design][1] for of_rank in of_ranks)
+        for design in ("replicated", "GatheredMuon", "LayerwiseMuon")
+    }
     whole = 2 * (ranks - 1) * 4 * elements
     assert sent["LayerwiseMuon"] == whole and sent["replicated"] == pytest.approx(whole, abs=ranks)
     assert sent["GatheredMuon"] == pytest.approx(whole * 3 / 4, rel=0.01)

@@ -72,6 +72,7 @@ class Call:
 
 # --- options ---
 
+
 def options_of_module(tree: ast.Module, module: str) -> Iterator[Option]:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
@@ -89,8 +90,11 @@ def options_of_class(node: ast.ClassDef, module: str) -> Iterator[Option]:
             yield from options_of_function(method, module, node.name, called, bound)
     is_dataclass = any(ast.unparse(decorator).startswith("dataclass") for decorator in node.decorator_list)
     if is_dataclass or "NamedTuple" in map(ast.unparse, node.bases):
-        fields = [field for field in node.body if isinstance(field, ast.AnnAssign)
-                  and not (field.value and "init=False" in ast.unparse(field.value))]
+        fields = [
+            field
+            for field in node.body
+            if isinstance(field, ast.AnnAssign) and not (field.value and "init=False" in ast.unparse(field.value))
+        ]
         for position, field in enumerate(fields):
             if field.value is not None:
                 yield Option(module, node.name, node.name, ast.unparse(field.target), position)
@@ -109,10 +113,12 @@ def options_of_function(node: ast.FunctionDef, module: str, owner: str, called: 
 
 # --- calls ---
 
+
 def calls_of_module(tree: ast.Module, module: str) -> Iterator[Call]:
     """All calls of a file; names mean what its imports and its own definitions say."""
-    meaning = {node.name: f"{module}.{node.name}" for node in tree.body
-               if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    meaning = {
+        node.name: f"{module}.{node.name}" for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             meaning |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
@@ -155,6 +161,7 @@ def constructions(node: ast.ClassDef, module: str, meaning: dict[str, str]) -> I
 
 # --- both ---
 
+
 def unused(options: list[Option], calls: list[Call]) -> list[str]:
     calls_by_target: dict[str, list[Call]] = {}
     for call in calls:
@@ -183,8 +190,11 @@ def users() -> Iterator[tuple[str, str]]:
 
 
 def test_every_option_has_a_user():
-    options = [option for path in sorted(TEXTBOOK.rglob("*.py"))
-               for option in options_of_module(ast.parse(path.read_text(encoding="utf-8")), module_name(path))]
+    options = [
+        option
+        for path in sorted(TEXTBOOK.rglob("*.py"))
+        for option in options_of_module(ast.parse(path.read_text(encoding="utf-8")), module_name(path))
+    ]
     calls = [call for name, text in users() for call in calls_of_module(ast.parse(text), name)]
     assert len(options) > 100 and len(calls) > 10_000
     assert unused(options, calls) == [f"collectives.{option}" for option in LIKE_TORCHS]
@@ -198,9 +208,11 @@ def test_the_exceptions_are_parameters_of_torch_distributed():
 
 
 def test_an_option_that_nobody_passes_is_noticed():
-    library = ast.parse("def f(a, b=1, *, c=2): ...\n"
-                        "class C:\n    def __init__(self, d=3): ...\n    def method(self, e=4): ...\n"
-                        "@dataclass\nclass D:\n    g: int = 5\n    h: int = field(default=6, init=False)\n")
+    library = ast.parse(
+        "def f(a, b=1, *, c=2): ...\n"
+        "class C:\n    def __init__(self, d=3): ...\n    def method(self, e=4): ...\n"
+        "@dataclass\nclass D:\n    g: int = 5\n    h: int = field(default=6, init=False)\n"
+    )
     options = list(options_of_module(library, "lib"))
     assert list(map(str, options)) == ["lib.f(b)", "lib.f(c)", "lib.C(d)", "lib.C.method(e)", "lib.D(g)"]
 
@@ -212,4 +224,5 @@ def test_an_option_that_nobody_passes_is_noticed():
     assert left("from lib import f\npartial(f, c=1)")[:2] == ["lib.f(b)", "lib.C(d)"]
     assert left("import x\nfrom . import lib\nx.method(*y)") == ["lib.f(b)", "lib.f(c)", "lib.C(d)", "lib.D(g)"]
     assert left("from lib import C\nclass S(C):\n    def __init__(self):\n        super().__init__(d=1)")[2] == (
-        "lib.C.method(e)")
+        "lib.C.method(e)"
+    )

@@ -73,8 +73,13 @@ def on_the_grid(case, steps=STEPS):
     wanted = one_process(**options)
     hybrid = lab.Hybrid(model(**options), GRID, make(schedule, GRID.pp, MICROBATCHES), lab.next_token_loss, **splits)
     optimizer = optimizer_of(hybrid.parameters.values())
-    found = {"held": sum(p.numel() for p in hybrid.parameters.values()), "losses": [], "norms": [],
-             "wanted losses": wanted["losses"][:steps], "wanted norms": wanted["norms"][:steps]}
+    found = {
+        "held": sum(p.numel() for p in hybrid.parameters.values()),
+        "losses": [],
+        "norms": [],
+        "wanted losses": wanted["losses"][:steps],
+        "wanted norms": wanted["norms"][:steps],
+    }
     for step in range(steps):
         with Meter() as meter:
             losses = hybrid.step(*lab.batch(ROWS, TOKENS, step))
@@ -148,6 +153,12 @@ def test_what_each_axis_sends(ranks):
 
 def test_a_rank_pair_lies_along_one_axis():
     assert [lab.axis_of(GRID, pair) for pair in ((0, 4), (0, 2), (0, 1), (7, 5), (7, 6), (3, 7))] == [
-        "dp", "pp", "tp", "pp", "tp", "dp"]
+        "dp",
+        "pp",
+        "tp",
+        "pp",
+        "tp",
+        "dp",
+    ]
     with pytest.raises(ValueError):
         lab.axis_of(GRID, (0, 3))

@@ -15,16 +15,19 @@ def test_neighbouring_ranks_share_a_layer():
     assert RankGrid(dp=3, pp=1, tp=2).ranks.tolist() == [[[0, 1]], [[2, 3]], [[4, 5]]]
 
 
-@pytest.mark.parametrize(("axes", "lines"), [
-    (("tp",), [[0, 1], [2, 3], [4, 5], [6, 7]]),
-    (("pp",), [[0, 2], [1, 3], [4, 6], [5, 7]]),
-    (("dp",), [[0, 4], [1, 5], [2, 6], [3, 7]]),
-    (("pp", "tp"), [[0, 1, 2, 3], [4, 5, 6, 7]]),
-    (("tp", "pp"), [[0, 1, 2, 3], [4, 5, 6, 7]]),
-    (("dp", "tp"), [[0, 1, 4, 5], [2, 3, 6, 7]]),
-    (("dp", "pp", "tp"), [[0, 1, 2, 3, 4, 5, 6, 7]]),
-    ((), [[0], [1], [2], [3], [4], [5], [6], [7]]),
-])
+@pytest.mark.parametrize(
+    ("axes", "lines"),
+    [
+        (("tp",), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (("pp",), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        (("dp",), [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        (("pp", "tp"), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (("tp", "pp"), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (("dp", "tp"), [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (("dp", "pp", "tp"), [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ((), [[0], [1], [2], [3], [4], [5], [6], [7]]),
+    ],
+)
 def test_lines_differ_along_the_given_axes_alone(axes, lines):
     assert CUBE.lines(*axes) == lines
 
@@ -65,17 +68,23 @@ def test_it_is_a_value():
         CUBE.dp = 3
 
 
-@pytest.mark.parametrize(("wrong", "says"), [
-    (lambda: RankGrid(tp=0), "tp size is 0: each of dp, pp, cp and tp is at least 1"),
-    (lambda: RankGrid.over(8, pp=0, tp=1), "pp size is 0"),
-    (lambda: RankGrid.over(8, pp=3, tp=1), "3 pipeline stages x 1 tensor-parallel ranks do not divide 8 ranks"),
-    (lambda: RankGrid.over(2, pp=1, tp=4), "do not divide 2 ranks"),
-    (lambda: RankGrid(cp=0), "cp size is 0"),
-    (lambda: RankGrid.over(8, pp=1, cp=3, tp=1), "x 3 context-parallel ranks x 1 tensor-parallel ranks do not divide"),
-    (lambda: CUBE.coordinates(8), "rank 8 is not in a grid of 8"),
-    (lambda: CUBE.coordinates(-1), "rank -1 is not in a grid of 8"),
-    (lambda: CUBE.lines("cp"), "no axis 'cp': choose from dp, pp, tp"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda: RankGrid(tp=0), "tp size is 0: each of dp, pp, cp and tp is at least 1"),
+        (lambda: RankGrid.over(8, pp=0, tp=1), "pp size is 0"),
+        (lambda: RankGrid.over(8, pp=3, tp=1), "3 pipeline stages x 1 tensor-parallel ranks do not divide 8 ranks"),
+        (lambda: RankGrid.over(2, pp=1, tp=4), "do not divide 2 ranks"),
+        (lambda: RankGrid(cp=0), "cp size is 0"),
+        (
+            lambda: RankGrid.over(8, pp=1, cp=3, tp=1),
+            "x 3 context-parallel ranks x 1 tensor-parallel ranks do not divide",
+        ),
+        (lambda: CUBE.coordinates(8), "rank 8 is not in a grid of 8"),
+        (lambda: CUBE.coordinates(-1), "rank -1 is not in a grid of 8"),
+        (lambda: CUBE.lines("cp"), "no axis 'cp': choose from dp, pp, tp"),
+    ],
+)
 def test_what_is_no_grid_is_refused(wrong, says):
     with pytest.raises(ConfigError, match=says):
         wrong()

@@ -26,8 +26,9 @@ class Net(nn.Module):
     def __init__(self, width=127, depth=6):
         super().__init__()
         self.embed = nn.Linear(11, width)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(width, 131), nn.GELU(), nn.Linear(131, width))
-                                     for _ in range(depth)])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(width, 131), nn.GELU(), nn.Linear(131, width)) for _ in range(depth)]
+        )
         self.head = nn.Linear(width, 3)
 
     def forward(self, x):
@@ -38,8 +39,10 @@ class Net(nn.Module):
 
 
 def adamw(model, **options):
-    groups = [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
-              {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, **({"lr": 1e-2, "eps": 1e-3} | options))
 
 
@@ -123,8 +126,10 @@ def parity():
                 weights = whole(engine, group)
                 if dist.get_rank() == 0:
                     far = max((weights[n] - p.detach()).abs().max().item() for n, p in reference.named_parameters())
-                    found[stage, world, make.__name__] = max(
-                        abs(a - b) for a, b in zip(losses, wanted, strict=True)), far
+                    found[stage, world, make.__name__] = (
+                        max(abs(a - b) for a, b in zip(losses, wanted, strict=True)),
+                        far,
+                    )
         if dist.get_rank() == 0:
             alone = copy.deepcopy(model)
             optimizer = make(alone)
@@ -134,8 +139,9 @@ def parity():
                 nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
-            found["alone", make.__name__] = max((q - p).abs().max().item() for p, q in
-                                                zip(reference.parameters(), alone.parameters(), strict=True))
+            found["alone", make.__name__] = max(
+                (q - p).abs().max().item() for p, q in zip(reference.parameters(), alone.parameters(), strict=True)
+            )
     return found
 
 
@@ -151,8 +157,11 @@ def test_every_stage_equals_one_process():
 def formula(stage, world, elements, low):
     """Bytes a rank (arXiv 1910.02054, section 5): parameters, gradients, and K of optimizer state."""
     p, g, k = (2, 2, 12) if low else (4, 4, 8)
-    return {"parameters": p * elements / (world if stage == 3 else 1),
-            "gradients": g * elements / (world if stage >= 2 else 1), "optimizer states": k * elements / world}
+    return {
+        "parameters": p * elements / (world if stage == 3 else 1),
+        "gradients": g * elements / (world if stage >= 2 else 1),
+        "optimizer states": k * elements / world,
+    }
 
 
 def held():
@@ -230,8 +239,10 @@ def sent_under_way(kind):
     elements = sum(p.numel() for p in model.parameters())
     engine = kind(model, adamw(model), bucket_bytes=100_000)
     begun, real = [], dist.reduce_scatter_single
-    with mock.patch.object(dist, "reduce_scatter_single", lambda *a, **k: begun.append(1) or real(*a, **k)), \
-            Meter(model, engine.optimizer, engine.resident) as meter:
+    with (
+        mock.patch.object(dist, "reduce_scatter_single", lambda *a, **k: begun.append(1) or real(*a, **k)),
+        Meter(model, engine.optimizer, engine.resident) as meter,
+    ):
         with engine.no_sync():
             engine(torch.randn(4, 11)).sum().backward()
         first = len(begun)
@@ -276,8 +287,16 @@ def test_stage_three_frees_what_it_gathered_and_prefetches_one_block():
 def with_checkpointing(stage):
     """A BERT classifier with recomputation against the same without and on one process: the largest difference."""
     dist.init_process_group("gloo")
-    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-                        vocab_size=99, num_labels=3, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = BertConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=99,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     torch.manual_seed(0)
     plain = BertForSequenceClassification(config)
     sharded = copy.deepcopy(plain)

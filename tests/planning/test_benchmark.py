@@ -10,8 +10,16 @@ from course_lib.errors import ConfigError
 from course_lib.planning import benchmark, cost, hardware, models
 from course_lib.planning.plan import Plan
 
-MODEL = models.from_config({"model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
-                            "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 4000})
+MODEL = models.from_config(
+    {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 4000,
+    }
+)
 PLAN = Plan(128, data=2, micro_batch=2, precision="fp32")
 
 
@@ -19,7 +27,8 @@ def test_a_plan_of_runs_as_the_document_asks_for_it():
     plan = benchmark.generate("bert-base-uncased", ["cuda", "rocm"], distributed=True, max_gpus=4)
     assert json.loads(json.dumps(plan)) == plan
     assert {(run["accelerator"], run["gpus"]) for run in plan["runs"]} == {
-        (chip, gpus) for chip in ("A100-80", "MI300X") for gpus in (1, 2, 4)}
+        (chip, gpus) for chip in ("A100-80", "MI300X") for gpus in (1, 2, 4)
+    }
     assert any(run["strategy"] == "DDP" and "torchrun" in run["command"] for run in plan["runs"])
     assert all(run["predicted"]["tokens_per_second"] > 0 for run in plan["runs"])
     alone = benchmark.generate("bert-base-uncased", max_gpus=4)
@@ -49,9 +58,17 @@ def test_calibrated_the_planner_predicts_what_was_measured(tmp_path):
     assert learnt.accelerator.matmul["bf16"] == cluster.accelerator.matmul["bf16"]
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    (None, "cannot read"), ("{", "no measured shares"), ("{}", "no measured shares"), ('{"matmul": []}', "of CPU"),
-    ('{"matmul": {"H100": {"bf16": 0.4}}}', "it has H100"), ('{"matmul": {"CPU": {"fp8": 0.4}}}', "of CPU")])
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "cannot read"),
+        ("{", "no measured shares"),
+        ("{}", "no measured shares"),
+        ('{"matmul": []}', "of CPU"),
+        ('{"matmul": {"H100": {"bf16": 0.4}}}', "it has H100"),
+        ('{"matmul": {"CPU": {"fp8": 0.4}}}', "of CPU"),
+    ],
+)
 def test_files_that_are_no_calibration(text, says, tmp_path):
     file = tmp_path / "results.json"
     if text is not None:

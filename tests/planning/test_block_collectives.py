@@ -26,8 +26,10 @@ def test_a_small_matmul_does_not_hide_a_large_sum():
     assert forward.matmul > 2 * (gather + scatter), "as one sum nothing would be left"
     shares = block_collectives.matmul_shares(LLAMA)
     assert sum(shares) == pytest.approx(1) and shares[1] == min(shares)
-    by_hand = sum(max(0, moved - 7 / 8 * forward.matmul * share)
-                  for moved, share in zip((gather, scatter) * 2, shares, strict=True))
+    by_hand = sum(
+        max(0, moved - 7 / 8 * forward.matmul * share)
+        for moved, share in zip((gather, scatter) * 2, shares, strict=True)
+    )
     first, second = block_collectives.exposed(LLAMA, plan, cluster, forward, backward)
     assert 0 < first == second == pytest.approx(by_hand)
     assert first < block_collectives.exposed(LLAMA, replace(plan, overlap_tensor=False), cluster, forward, backward)[0]
@@ -73,8 +75,9 @@ def test_fewer_key_heads_than_ulysses_ranks_are_copied():
     cluster, forward, backward = parts(plan)
     first, _ = block_collectives.exposed(LLAMA, plan, cluster, forward, backward)
     tokens = 2**11
-    assert first == pytest.approx(sum(collective("all_to_all", tokens * elements * 2, 16, 1, cluster)
-                                      for elements in (4096 + 2 * 2048, 4096)))
+    assert first == pytest.approx(
+        sum(collective("all_to_all", tokens * elements * 2, 16, 1, cluster) for elements in (4096 + 2 * 2048, 4096))
+    )
 
 
 def test_a_step_counts_them():
@@ -90,7 +93,8 @@ def test_an_all_to_all_and_a_ring_cross_nodes_by_one_card_of_each_rank():
     card = two.network * hardware.NETWORK_EFFICIENCY / 8
     size = 2**28
     assert collective("all_to_all", size, 8, 1, one) == pytest.approx(
-        7 / 8 * size / one.accelerator.bus + one.latency(8, 1))
+        7 / 8 * size / one.accelerator.bus + one.latency(8, 1)
+    )
     assert collective("all_to_all", size, 16, 1, two) == pytest.approx(size / 2 / card + two.latency(16, 1))
     plan = Plan(2**17, "fsdp", 3, context=16, compiled=True)
     _, forward, backward = parts(plan)

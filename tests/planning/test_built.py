@@ -9,24 +9,58 @@ from course_lib.planning import hardware, memory, models, strategy, to_launchers
 from course_lib.planning.families import FAMILIES
 from course_lib.planning.plan import Plan
 
-SMALL = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 320,
-         "intermediate_size": 96, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
-         "eos_token_id": 2}
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 320,
+    "intermediate_size": 96,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 GROUPED = SMALL | {"num_key_value_heads": 2}
 CASES = {
-    "phi": SMALL, "stablelm": GROUPED, "starcoder2": GROUPED, "cohere": GROUPED, "granite": GROUPED, "glm": GROUPED | {
-        "head_dim": 16}, "smollm3": GROUPED, "gemma3_text": GROUPED | {"head_dim": 16}, "nemotron": GROUPED,
+    "phi": SMALL,
+    "stablelm": GROUPED,
+    "starcoder2": GROUPED,
+    "cohere": GROUPED,
+    "granite": GROUPED,
+    "glm": GROUPED | {"head_dim": 16},
+    "smollm3": GROUPED,
+    "gemma3_text": GROUPED | {"head_dim": 16},
+    "nemotron": GROUPED,
     "gpt_oss": GROUPED | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": SMALL | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-                            "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
-                            "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1,
-                            "first_k_dense_replace": 1, "num_key_value_heads": 4},
-    "qwen2_moe": GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-                            "shared_expert_intermediate_size": 48},
+    "deepseek_v3": SMALL
+    | {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+    },
+    "qwen2_moe": GROUPED
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
     "gptj": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 320, "n_positions": 128, "rotary_dim": 8},
-    "electra": SMALL | {"embedding_size": 32}, "bart": {
-        "d_model": 64, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "vocab_size": 320},
+    "electra": SMALL | {"embedding_size": 32},
+    "bart": {
+        "d_model": 64,
+        "encoder_layers": 2,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 96,
+        "decoder_ffn_dim": 96,
+        "vocab_size": 320,
+    },
 }
 MAKERS = {"electra": AutoModelForMaskedLM, "bart": AutoModelForSeq2SeqLM}
 
@@ -60,8 +94,9 @@ def test_a_token_is_multiplied_with_the_experts_that_it_is_sent_to():
 
 
 def test_course_train_is_told_what_it_is_and_not_what_it_may_not_know():
-    bart, electra, phi = (models.from_config({"model_type": family, **CASES[family]})
-                          for family in ("bart", "electra", "phi"))
+    bart, electra, phi = (
+        models.from_config({"model_type": family, **CASES[family]}) for family in ("bart", "electra", "phi")
+    )
     assert "encoder with a decoder" in to_launchers.why_not(Plan(32), bart)
     assert to_launchers.options(Plan(32), electra)["task"] == "masked_lm"
     assert to_launchers.options(Plan(32), phi)["task"] == "causal_lm"

@@ -15,9 +15,20 @@ def test_medians_over_the_published_rows():
     rows, left = planner.compare()
     speed = {kind: figures for kind, figures in planner.by_kind(rows).items() if not kind.endswith("memory")}
     assert sum(count for count, _, _ in speed.values()) == 226 and len(left) > 70
-    medians = {"zero bubble": 0.03, "NeMo": 0.08, "NeMo, long sequences": 0.08, "EasyContext": 0.20, "fms-fsdp": 0.15,
-               "Megatron, weak scaling": 0.05, "Megatron, iteration": 0.08, "nanotron, best": 0.25,
-               "MosaicML FSDP": 0.08, "Megatron Bridge": 0.11, "torchtitan FSDP": 0.04, "torchtitan TP": 0.11}
+    medians = {
+        "zero bubble": 0.03,
+        "NeMo": 0.08,
+        "NeMo, long sequences": 0.08,
+        "EasyContext": 0.20,
+        "fms-fsdp": 0.15,
+        "Megatron, weak scaling": 0.05,
+        "Megatron, iteration": 0.08,
+        "nanotron, best": 0.25,
+        "MosaicML FSDP": 0.08,
+        "Megatron Bridge": 0.11,
+        "torchtitan FSDP": 0.04,
+        "torchtitan TP": 0.11,
+    }
     for kind, limit in medians.items():
         assert speed[kind][1] <= limit, kind
     every = [abs(row.error) for row in rows if row.quantity == "tokens/s/GPU"]
@@ -73,7 +84,8 @@ def test_a_ring_all_reduce_by_hand():
     assert cost.collective("all_reduce", 1e9, 8, 1, cluster) == pytest.approx(2 * 7 / 8 * 1e9 / 231e9 + 129e-6)
     assert cost.collective("all_reduce", 1e9, 1, 1, cluster) == 0
     assert cost.collective("all_reduce", 1e9, 16, 1, hardware.cluster("A100-80", 16)) > cost.collective(
-        "all_reduce", 1e9, 8, 1, cluster)
+        "all_reduce", 1e9, 8, 1, cluster
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -81,8 +93,9 @@ def test_the_bubble_is_megatrons_formula(ranks):
     """(p - 1) / m of the ideal time, over v when interleaved: arXiv 2104.04473 section 2.2."""
     model, cluster, m = models.load("opt-6.7b"), hardware.cluster("A100-80", ranks), 16
     for virtual, schedule in ((1, "1f1b"), (2, "interleaved")):
-        step = cost.estimate(model, Plan(2048, "megatron", pipeline=ranks, accumulation=m, schedule=schedule,
-                                         virtual=virtual), cluster)
+        step = cost.estimate(
+            model, Plan(2048, "megatron", pipeline=ranks, accumulation=m, schedule=schedule, virtual=virtual), cluster
+        )
         assert step.bubble / step.compute == pytest.approx((ranks - 1) / m / virtual)
 
 
@@ -100,7 +113,8 @@ def test_every_second_matmul_is_recomputed_as_torchtitan_counts_them():
     kept = sum(results[name] for place, (name, _) in enumerate(counted, 1) if place % 2)
     tokens = 2 * 8192
     assert activations.of_block(model, 2, 8192, checkpointing="operators", flash=True) == tokens * (
-        2 * (kept + 4096 + 4096) + 4 * 32)
+        2 * (kept + 4096 + 4096) + 4 * 32
+    )
     plan = Plan(8192, "fsdp", 3, data=8, micro_batch=2, compiled=True)
     chip = hardware.accelerator("H100")
     forward, _ = work.block(model, plan, chip)
@@ -123,8 +137,9 @@ def test_every_second_block_is_half_of_all():
 def test_fsdp_in_a_pipeline_gathers_once_a_step():
     """Without a pipeline each micro-batch does; with one the parameters and whole gradients stay."""
     model, cluster = models.load("llama-70b"), hardware.cluster("H100", 128, network=5e9)
-    piped, flat = (Plan(4096, "fsdp", 3, data=32 // stages, tensor=4, pipeline=stages, accumulation=8)
-                   for stages in (8, 1))
+    piped, flat = (
+        Plan(4096, "fsdp", 3, data=32 // stages, tensor=4, pipeline=stages, accumulation=8) for stages in (8, 1)
+    )
     more = [replace(plan, accumulation=16) for plan in (piped, flat)]
     assert cost.estimate(model, more[0], cluster).data == pytest.approx(cost.estimate(model, piped, cluster).data)
     assert cost.estimate(model, more[1], cluster).data > 1.9 * cost.estimate(model, flat, cluster).data
@@ -138,13 +153,19 @@ def test_a_collective_over_many_nodes_has_a_hop_for_each_member_but_one():
     node, many = hardware.cluster("H100", 8), hardware.cluster("H100", 1024)
     assert node.latency(8, 1) == node.accelerator.latency
     assert many.latency(1024, 1) == pytest.approx(
-        many.accelerator.latency + 127 * hardware.NETWORK_LATENCY + (1023 - 127 - 7) * hardware.LINK_STEP)
+        many.accelerator.latency + 127 * hardware.NETWORK_LATENCY + (1023 - 127 - 7) * hardware.LINK_STEP
+    )
     assert many.latency(128, 8) == pytest.approx(127 * hardware.NETWORK_LATENCY), "one member in each node"
     assert many.latency(1024, 1) > 1.9 * many.latency(512, 1), "it grows with the nodes"
 
 
-@pytest.mark.parametrize(("name", "mib", "bf16", "fp8", "node", "driver"), [
-    ("B300", 275_040, 2.25e15, 4.5e15, 8, "NVIDIA B300 SXM6 AC"), ("GB300", 284_208, 2.5e15, 5e15, 72, "NVIDIA GB300")])
+@pytest.mark.parametrize(
+    ("name", "mib", "bf16", "fp8", "node", "driver"),
+    [
+        ("B300", 275_040, 2.25e15, 4.5e15, 8, "NVIDIA B300 SXM6 AC"),
+        ("GB300", 284_208, 2.5e15, 5e15, 72, "NVIDIA GB300"),
+    ],
+)
 def test_blackwell_ultra_is_in_the_catalogue(name, mib, bf16, fp8, node, driver):
     chip = hardware.accelerator(name)
     assert (chip.memory, chip.peak["bf16"], chip.peak["fp8"]) == (mib * 2**20, bf16, fp8)

@@ -29,9 +29,18 @@ from tests.forked_process import import_deepspeed
 from tests.modeling.test_stages import FOUND
 from tests.narrow_presets import narrow_presets  # noqa: F401  what is trained
 
-TINY = {name: models.load({"model_type": preset.model_type, **preset.sizes, "vocab_size": presets.VOCABULARY_SIZE,
-                           "max_position_embeddings": presets.MAX_POSITIONS, "_name_or_path": name})
-        for name, preset in presets.TINY.items()}
+TINY = {
+    name: models.load(
+        {
+            "model_type": preset.model_type,
+            **preset.sizes,
+            "vocab_size": presets.VOCABULARY_SIZE,
+            "max_position_embeddings": presets.MAX_POSITIONS,
+            "_name_or_path": name,
+        }
+    )
+    for name, preset in presets.TINY.items()
+}
 LENGTH = 32
 
 
@@ -39,8 +48,22 @@ def layouts(model, gpu, ranks):
     """What the search finds: each layout once, however many micro-batches there are of it."""
     found = strategy.search(model, hardware.cluster(gpu, ranks), LENGTH, 8 * ranks)
     plans = reversed([each.plan for each in found.candidates])
-    kinds = {(plan.engine, plan.stage, plan.data, plan.tensor, plan.pipeline, plan.schedule, plan.virtual,
-              plan.replicas, plan.expert, plan.checkpointing, plan.offload): plan for plan in plans}
+    kinds = {
+        (
+            plan.engine,
+            plan.stage,
+            plan.data,
+            plan.tensor,
+            plan.pipeline,
+            plan.schedule,
+            plan.virtual,
+            plan.replicas,
+            plan.expert,
+            plan.checkpointing,
+            plan.offload,
+        ): plan
+        for plan in plans
+    }
     return found, list(kinds.values())
 
 
@@ -58,8 +81,9 @@ def config_of(plan, model, gpus_per_node, **options):
     return config_from(parser.parse_args(shlex.split(typed) + more))
 
 
-@pytest.mark.parametrize("names", [("tiny-bert", "tiny-olmoe"), pytest.param(tuple(TINY), marks=pytest.mark.long)],
-                         ids=["some", "all"])
+@pytest.mark.parametrize(
+    "names", [("tiny-bert", "tiny-olmoe"), pytest.param(tuple(TINY), marks=pytest.mark.long)], ids=["some", "all"]
+)
 def test_the_printed_command_of_every_layout_is_a_run_that_nothing_refuses(names):
     assert set(to_launchers.SPLITTABLE) == set(PLANS)
     assert set(FAMILIES) - {"t5"} <= set(LAYOUTS) | set(FOUND), "the trainer cuts all of them into stages"
@@ -89,8 +113,10 @@ def test_the_printed_command_of_every_layout_is_a_run_that_nothing_refuses(names
                     seen[gpu, ranks, plan.tensor > 1, plan.pipeline > 1] += 1
     # All kinds of grid, on all machines; on a T4, which has fp16 alone, neither.
     assert len(seen) == 2 * (3 + 4 + 4) + 3 and sum(seen.values()) > 80 * len(names), seen
-    assert all("no loss scaler" in reason or (mixture and "does not split single layers" in reason)
-               for reason, mixture in elsewhere), elsewhere
+    assert all(
+        "no loss scaler" in reason or (mixture and "does not split single layers" in reason)
+        for reason, mixture in elsewhere
+    ), elsewhere
     unscaled = sum(count for (reason, _), count in elsewhere.items() if "no loss scaler" in reason)
     assert unscaled > 10 * len(names), elsewhere
 
@@ -105,28 +131,43 @@ def test_emit_writes_the_run_of_the_fastest_that_runs_here(tmp_path, ranks):
         assert written == config_of(chosen, model, found.cluster.gpus_per_node, num_processes=ranks)
 
 
-@pytest.mark.parametrize(("plan", "family", "reason"), [
-    (Plan(LENGTH, "megatron", tensor=2), "opt", "does not split single layers of opt"),
-    (Plan(LENGTH, "megatron", pipeline=2), "bloom", None),
-    (Plan(LENGTH, "ddp", data=2), "t5", "no task for an encoder with a decoder"),
-    (Plan(LENGTH, "ddp", context=2), "gpt2", None),
-    (Plan(LENGTH, "ddp", context=2), "opt", "does not split sequences of opt, only of bert, gpt2,"),
-    (Plan(LENGTH, "megatron", context=2, pipeline=2), "gpt2", "does not split sequences in pipelines"),
-    (Plan(LENGTH + 1, "ddp", context=2), "gpt2", "does not cut 33 tokens into 2 equal chunks"),
-    (Plan(LENGTH, "ddp", context=5, context_by="ulysses"), "gpt2", "cannot deal 12 heads with 12 key heads to 5 ranks"),
-    (Plan(LENGTH, "fsdp", stage=3, data=2, precision="fp16"), "gpt2", "no loss scaler for FSDP"),
-    (Plan(LENGTH, "ddp", data=2, precision="fp8"), "gpt2", "does not compute in fp8"),
-    (Plan(LENGTH, "ddp", data=2, checkpointing="selective"), "gpt2", "recomputes whole blocks or nothing"),
-    (Plan(LENGTH, "fsdp", stage=3, data=2), "mistral", None),
-    (Plan(LENGTH, "fsdp", stage=3, data=2, pipeline=2), "gpt2", "keeps whole parameters and gradients in pipelines"),
-    (Plan(LENGTH, "fsdp", stage=3, data=4, replicas=2), "gpt2", None),
-    (Plan(LENGTH, "megatron", 1, data=4, expert=2), "mixtral", None),
-    (Plan(LENGTH, "megatron", data=2, expert=2), "qwen3_moe", "does not share experts of qwen3_moe, only of mixtral"),
-    (Plan(LENGTH, "megatron", data=2, expert=2, precision="fp16"), "olmoe", "no loss scaler"),
-    (Plan(LENGTH, "megatron", pipeline=2, optimizer="muon"), "gpt2", "steps pipelines and shared experts by AdamW"),
-    (Plan(LENGTH, "fsdp", 3, data=4, replicas=2, tensor=2), "gpt2", "does not split layers in copies of FSDP"),
-    (Plan(LENGTH, "deepspeed", 2, data=2, offload="parameters"), "gpt2", "offloads the optimizer under ZeRO-1"),
-])
+@pytest.mark.parametrize(
+    ("plan", "family", "reason"),
+    [
+        (Plan(LENGTH, "megatron", tensor=2), "opt", "does not split single layers of opt"),
+        (Plan(LENGTH, "megatron", pipeline=2), "bloom", None),
+        (Plan(LENGTH, "ddp", data=2), "t5", "no task for an encoder with a decoder"),
+        (Plan(LENGTH, "ddp", context=2), "gpt2", None),
+        (Plan(LENGTH, "ddp", context=2), "opt", "does not split sequences of opt, only of bert, gpt2,"),
+        (Plan(LENGTH, "megatron", context=2, pipeline=2), "gpt2", "does not split sequences in pipelines"),
+        (Plan(LENGTH + 1, "ddp", context=2), "gpt2", "does not cut 33 tokens into 2 equal chunks"),
+        (
+            Plan(LENGTH, "ddp", context=5, context_by="ulysses"),
+            "gpt2",
+            "cannot deal 12 heads with 12 key heads to 5 ranks",
+        ),
+        (Plan(LENGTH, "fsdp", stage=3, data=2, precision="fp16"), "gpt2", "no loss scaler for FSDP"),
+        (Plan(LENGTH, "ddp", data=2, precision="fp8"), "gpt2", "does not compute in fp8"),
+        (Plan(LENGTH, "ddp", data=2, checkpointing="selective"), "gpt2", "recomputes whole blocks or nothing"),
+        (Plan(LENGTH, "fsdp", stage=3, data=2), "mistral", None),
+        (
+            Plan(LENGTH, "fsdp", stage=3, data=2, pipeline=2),
+            "gpt2",
+            "keeps whole parameters and gradients in pipelines",
+        ),
+        (Plan(LENGTH, "fsdp", stage=3, data=4, replicas=2), "gpt2", None),
+        (Plan(LENGTH, "megatron", 1, data=4, expert=2), "mixtral", None),
+        (
+            Plan(LENGTH, "megatron", data=2, expert=2),
+            "qwen3_moe",
+            "does not share experts of qwen3_moe, only of mixtral",
+        ),
+        (Plan(LENGTH, "megatron", data=2, expert=2, precision="fp16"), "olmoe", "no loss scaler"),
+        (Plan(LENGTH, "megatron", pipeline=2, optimizer="muon"), "gpt2", "steps pipelines and shared experts by AdamW"),
+        (Plan(LENGTH, "fsdp", 3, data=4, replicas=2, tensor=2), "gpt2", "does not split layers in copies of FSDP"),
+        (Plan(LENGTH, "deepspeed", 2, data=2, offload="parameters"), "gpt2", "offloads the optimizer under ZeRO-1"),
+    ],
+)
 def test_what_is_not_trained_here_says_why(plan, family, reason):
     model = models.load({"model_type": family})
     said = to_launchers.why_not(plan, model)
@@ -139,15 +180,33 @@ def test_what_is_not_trained_here_says_why(plan, family, reason):
 
 def a_plan(draw):
     """Any combination of a plan's fields; ConfigError where there is no such plan."""
-    engine, stage = draw.choice([("ddp", 0), ("fsdp", 3), ("megatron", 0), ("megatron", 1), ("megatron", 2),
-                                 *(("deepspeed", stage) for stage in (1, 2, 3))])
+    engine, stage = draw.choice(
+        [
+            ("ddp", 0),
+            ("fsdp", 3),
+            ("megatron", 0),
+            ("megatron", 1),
+            ("megatron", 2),
+            *(("deepspeed", stage) for stage in (1, 2, 3)),
+        ]
+    )
     sizes = {name: draw.choice((1, 1, 1, 2)) for name in ("tensor", "pipeline", "context", "replicas", "expert")}
-    return Plan(LENGTH, engine, stage, **sizes, data=draw.choice((1, 2, 4, 8)), virtual=draw.choice((1, 1, 2)),
-                context_by=draw.choice(("ring", "gather", "ulysses")), accumulation=draw.choice((1, 2, 4)),
-                checkpointing=draw.choice(("none", "none", "full")), compiled=draw.random() < 0.4,
-                offload=draw.choice(("none", "none", "optimizer", "parameters")), optimizer=draw.choice(OPTIMIZERS),
-                precision=draw.choice(("bf16", "fp32", "fp16")),
-                schedule=draw.choice(("1f1b", "gpipe", "zb_h1", "interleaved")))
+    return Plan(
+        LENGTH,
+        engine,
+        stage,
+        **sizes,
+        data=draw.choice((1, 2, 4, 8)),
+        virtual=draw.choice((1, 1, 2)),
+        context_by=draw.choice(("ring", "gather", "ulysses")),
+        accumulation=draw.choice((1, 2, 4)),
+        checkpointing=draw.choice(("none", "none", "full")),
+        compiled=draw.random() < 0.4,
+        offload=draw.choice(("none", "none", "optimizer", "parameters")),
+        optimizer=draw.choice(OPTIMIZERS),
+        precision=draw.choice(("bf16", "fp32", "fp16")),
+        schedule=draw.choice(("1f1b", "gpipe", "zb_h1", "interleaved")),
+    )
 
 
 def runs_that_nothing_refuses(draws, seed):
@@ -204,9 +263,9 @@ SPLIT_SEQUENCES = [  # on four ranks
 def test_split_sequences_have_their_options():
     assert set(to_launchers.SHARED_ROWS) == set(ATTENTION)
     found = [config_of(plan, TINY["tiny-llama"], 4, num_processes=4).parallel for plan in SPLIT_SEQUENCES]
-    assert [(each.context_parallel_size, each.context_parallel, each.tensor_parallel_size, each.strategy)
-            for each in found] == [(2, "zigzag", 1, "ddp"), (4, "allgather", 1, "fsdp"), (2, "ulysses", 2, "zero1"),
-                                   (2, "zigzag", 1, "zero3")]
+    assert [
+        (each.context_parallel_size, each.context_parallel, each.tensor_parallel_size, each.strategy) for each in found
+    ] == [(2, "zigzag", 1, "ddp"), (4, "allgather", 1, "fsdp"), (2, "ulysses", 2, "zero1"), (2, "zigzag", 1, "zero3")]
     odd = to_launchers.options(Plan(34, "ddp", context=2), TINY["tiny-llama"])
     assert (odd["context_parallel"], odd["attention_dropout"]) == ("ring", 0.0)
 
@@ -224,8 +283,14 @@ def test_the_printed_commands_of_split_sequences_are_runs_that_nothing_refuses(m
             engine.num_processes = 4
             assert sizes(engine.make_grid()) == (plan.data, 1, plan.context, plan.tensor)
             seen[plan.engine, plan.stage, plan.context, plan.tensor] += 1
-    assert {("ddp", 0, 4, 1), ("fsdp", 3, 2, 1), ("deepspeed", 1, 2, 1), ("deepspeed", 3, 4, 1), ("fsdp", 3, 2, 2),
-            ("megatron", 1, 2, 2)} <= set(seen), seen
+    assert {
+        ("ddp", 0, 4, 1),
+        ("fsdp", 3, 2, 1),
+        ("deepspeed", 1, 2, 1),
+        ("deepspeed", 3, 4, 1),
+        ("fsdp", 3, 2, 2),
+        ("megatron", 1, 2, 2),
+    } <= set(seen), seen
 
 
 # --- and they train
@@ -237,9 +302,21 @@ def two_steps(folder, jobs, gpus_per_node):
     for number, (plan, model) in enumerate(jobs):
         AcceleratorState._reset_state()  # the process group stays
         GradientState._reset_state()
-        config = config_of(plan, model, gpus_per_node, max_steps=2, max_train_samples=160, max_eval_samples=8,
-                           device="cpu", torch_compile="false", eval_steps=0, save_steps=0, progress_bar="false",
-                           logging_steps=1, output_dir=folder / str(number))
+        config = config_of(
+            plan,
+            model,
+            gpus_per_node,
+            max_steps=2,
+            max_train_samples=160,
+            max_eval_samples=8,
+            device="cpu",
+            torch_compile="false",
+            eval_steps=0,
+            save_steps=0,
+            progress_bar="false",
+            logging_steps=1,
+            output_dir=folder / str(number),
+        )
         config.output_dir.mkdir(parents=True, exist_ok=True)
         trainer, _ = build_trainer(config)
         state = trainer.train()
@@ -274,8 +351,15 @@ def train_all(folder, name, ranks, one_of_a_kind):
         chosen = [plan for plan in plans if plan.engine in engines]
         if engines == ["deepspeed"]:  # each start of it is ten seconds
             chosen = [plan for plan in chosen if one_of_a_kind or plan.checkpointing == "none"]
-        each = launch(two_steps, folder / engines[0], [(plan, TINY[name]) for plan in chosen],
-                      found.cluster.gpus_per_node, num_processes=ranks, timeout=1120, device="cpu")[0]
+        each = launch(
+            two_steps,
+            folder / engines[0],
+            [(plan, TINY[name]) for plan in chosen],
+            found.cluster.gpus_per_node,
+            num_processes=ranks,
+            timeout=1120,
+            device="cpu",
+        )[0]
         for plan, (steps, loss, grid) in zip(chosen, each, strict=True):
             assert (steps, grid) == (2, (plan.data, plan.pipeline, plan.context, plan.tensor)), plan.strategy
             assert math.isfinite(loss) and loss < 1.5 * math.log(presets.VOCABULARY_SIZE), plan.strategy
@@ -283,13 +367,25 @@ def train_all(folder, name, ranks, one_of_a_kind):
     return trained
 
 
-@pytest.mark.parametrize(("name", "ranks", "kinds", "which"), [
-    ("tiny-bert", 2, 5, "one of a kind"), ("tiny-olmoe", 2, 5, "one of a kind"),
-    pytest.param("tiny-gpt2", 4, 7, "one of a kind", marks=pytest.mark.long),
-    *(pytest.param(name, ranks, kinds, "all", marks=pytest.mark.long) for name, ranks, kinds in [
-        ("tiny-bert", 2, 5), ("tiny-llama", 2, 5), ("tiny-bert", 4, 7), ("tiny-gpt2", 4, 7), ("tiny-llama", 4, 7),
-        ("tiny-gpt2", 8, 7)]),
-])
+@pytest.mark.parametrize(
+    ("name", "ranks", "kinds", "which"),
+    [
+        ("tiny-bert", 2, 5, "one of a kind"),
+        ("tiny-olmoe", 2, 5, "one of a kind"),
+        pytest.param("tiny-gpt2", 4, 7, "one of a kind", marks=pytest.mark.long),
+        *(
+            pytest.param(name, ranks, kinds, "all", marks=pytest.mark.long)
+            for name, ranks, kinds in [
+                ("tiny-bert", 2, 5),
+                ("tiny-llama", 2, 5),
+                ("tiny-bert", 4, 7),
+                ("tiny-gpt2", 4, 7),
+                ("tiny-llama", 4, 7),
+                ("tiny-gpt2", 8, 7),
+            ]
+        ),
+    ],
+)
 def test_the_printed_commands_train(tmp_path, name, ranks, kinds, which):
     import_deepspeed()
     trained = train_all(tmp_path, name, ranks, which == "one of a kind")
@@ -305,8 +401,11 @@ def drawn(count, seed):
         node = draw.choice([size for size in (1, 2, 4, 8) if size <= ranks])
         cluster = hardware.cluster(draw.choice(("CPU", "H100")), ranks, gpus_per_node=node)
         found = strategy.search(TINY[name], cluster, LENGTH, 8 * ranks, precision="fp32")
-        plans = [each.plan for each in found.candidates
-                 if each.plan.offload == "none" and to_launchers.runs_here(each.plan, TINY[name])]
+        plans = [
+            each.plan
+            for each in found.candidates
+            if each.plan.offload == "none" and to_launchers.runs_here(each.plan, TINY[name])
+        ]
         kinds = {}
         for plan in plans:
             kinds.setdefault((kind(plan), plan.context > 1, plan.schedule), []).append(plan)
@@ -324,11 +423,19 @@ def test_forty_drawn_plans_train(tmp_path, monkeypatch):
         jobs[plan.gpus, plan.engine == "deepspeed", node].append((plan, model))
     seen = Counter()
     for (ranks, alone, node), chosen in jobs.items():
-        each = launch(two_steps, tmp_path / f"{ranks} {alone} {node}", chosen, node, num_processes=ranks, timeout=1120,
-                      device="cpu")[0]
+        each = launch(
+            two_steps,
+            tmp_path / f"{ranks} {alone} {node}",
+            chosen,
+            node,
+            num_processes=ranks,
+            timeout=1120,
+            device="cpu",
+        )[0]
         for (plan, _), (steps, loss, grid) in zip(chosen, each, strict=True):
             assert (steps, grid) == (2, (plan.data, plan.pipeline, plan.context, plan.tensor)), plan.strategy
             assert math.isfinite(loss) and loss < 1.5 * math.log(presets.VOCABULARY_SIZE), plan.strategy
-            seen.update(name for name in ("tensor", "pipeline", "context", "expert", "replicas")
-                        if getattr(plan, name) > 1)
+            seen.update(
+                name for name in ("tensor", "pipeline", "context", "expert", "replicas") if getattr(plan, name) > 1
+            )
     assert sum(map(len, jobs.values())) == 40 and len(seen) == 5, seen

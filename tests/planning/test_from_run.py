@@ -17,21 +17,45 @@ LENGTH = 512
 
 def run_of(folder, plan, model, rate, *, steps=9, device="cuda", warm_up=10.0, **options):
     """The files of a run that took ten seconds to start, and then went at a rate of tokens/s."""
-    fields = {"model": model, "task": "causal_lm", "dataset": "pydocs", "max_length": LENGTH,
-              "strategy": {"ddp": "ddp", "fsdp": "fsdp", "deepspeed": f"zero{plan.stage}"}[plan.engine],
-              "batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.accumulation,
-              "mixed_precision": "bf16", "num_processes": plan.gpus, **options}
+    fields = {
+        "model": model,
+        "task": "causal_lm",
+        "dataset": "pydocs",
+        "max_length": LENGTH,
+        "strategy": {"ddp": "ddp", "fsdp": "fsdp", "deepspeed": f"zero{plan.stage}"}[plan.engine],
+        "batch_size": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation,
+        "mixed_precision": "bf16",
+        "num_processes": plan.gpus,
+        **options,
+    }
     build(fields)  # such a run there is
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(fields), encoding="utf-8")
-    (folder / "summary.json").write_text(json.dumps({
-        "device": device, "world_size": plan.gpus, "mixed_precision": "bf16", "tf32": False,
-        "memory": {"peak_bytes": [3 * 2**30, 4 * 2**30]}}), encoding="utf-8")
+    (folder / "summary.json").write_text(
+        json.dumps(
+            {
+                "device": device,
+                "world_size": plan.gpus,
+                "mixed_precision": "bf16",
+                "tf32": False,
+                "memory": {"peak_bytes": [3 * 2**30, 4 * 2**30]},
+            }
+        ),
+        encoding="utf-8",
+    )
     lines, rows = [], plan.global_batch
     for step in range(1, steps + 1):
         seconds = warm_up + (step - 1) * rows * LENGTH / rate
-        lines.append({"step": step, "loss": 2.0, "seconds": seconds, "samples_per_second": step * rows / seconds,
-                      "tokens_per_second": step * rows * LENGTH / seconds})
+        lines.append(
+            {
+                "step": step,
+                "loss": 2.0,
+                "seconds": seconds,
+                "samples_per_second": step * rows / seconds,
+                "tokens_per_second": step * rows * LENGTH / seconds,
+            }
+        )
     lines.insert(3, {"step": 3, "eval.loss": 2.0})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return folder
@@ -41,8 +65,17 @@ def run_of(folder, plan, model, rate, *, steps=9, device="cuda", warm_up=10.0, *
 def test_the_share_that_made_a_run_is_found_in_its_record(tmp_path, engine, stage):
     """Planned at 30 % of peak, written down as a run, read back: 30 % and the same plan."""
     model, cluster = models.load("gpt2-xl"), hardware.cluster("H100", 8)
-    plan = Plan(LENGTH, engine, stage, data=8, micro_batch=32, accumulation=2, loss="chunked", head="gathered",
-                sequence_parallel=False)
+    plan = Plan(
+        LENGTH,
+        engine,
+        stage,
+        data=8,
+        micro_batch=32,
+        accumulation=2,
+        loss="chunked",
+        head="gathered",
+        sequence_parallel=False,
+    )
     slow = benchmark._with(cluster.accelerator, {"bf16": 0.3})
     rate = cost.estimate(model, plan, hardware.replace(cluster, accelerator=slow)).tokens_per_second
     taught = from_run.calibrate(hardware.cluster("H100", 64), run_of(tmp_path / "run", plan, "gpt2-xl", rate))
@@ -58,8 +91,9 @@ def test_the_share_that_made_a_run_is_found_in_its_record(tmp_path, engine, stag
 def test_the_hosts_time_for_an_operation_is_measured_where_the_device_is(tmp_path, monkeypatch):
     """A run whose steps wait for the host: the share is that of the matmuls beside what was measured."""
     model, cluster = models.load("gpt2"), hardware.cluster("CPU", 2)
-    plan = Plan(LENGTH, "ddp", data=2, micro_batch=1, precision="bf16", loss="chunked", head="gathered",
-                sequence_parallel=False)
+    plan = Plan(
+        LENGTH, "ddp", data=2, micro_batch=1, precision="bf16", loss="chunked", head="gathered", sequence_parallel=False
+    )
     here = hardware.replace(cluster, launch=0.01)
     rate = cost.estimate(model, plan, here).tokens_per_second
     assert cost.estimate(model, plan, here).launch > 0 == cost.estimate(model, plan, cluster).launch
@@ -86,8 +120,19 @@ def test_the_first_line_is_warm_up_and_not_counted(tmp_path):
 def test_the_command_says_what_moved(tmp_path, capsys):
     plan = Plan(LENGTH, "fsdp", 3, data=8, micro_batch=4)
     folder = run_of(tmp_path / "run", plan, "gpt2-xl", 60_000.0)
-    asked = ["plan", "--model", "gpt2-xl", "--gpu", "H100", "--gpus", "8", "--global-batch", "64",
-             "--sequence-length", "512"]
+    asked = [
+        "plan",
+        "--model",
+        "gpt2-xl",
+        "--gpu",
+        "H100",
+        "--gpus",
+        "8",
+        "--global-batch",
+        "64",
+        "--sequence-length",
+        "512",
+    ]
     speeds = []
     for more in ([], ["--calibrate", str(folder)]):
         assert cli.main([*asked, *more, "--json"]) == 0
@@ -98,8 +143,10 @@ def test_the_command_says_what_moved(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("Calibrated by ")
 
 
-@pytest.mark.parametrize(("wrong", "says"), [
-    ({"steps": 5}, "no 5 measured steps"), ({"device": "cpu"}, "was made on cpu"), (None, "no finished run")])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [({"steps": 5}, "no 5 measured steps"), ({"device": "cpu"}, "was made on cpu"), (None, "no finished run")],
+)
 def test_what_is_no_use_is_one_line(tmp_path, wrong, says):
     folder = tmp_path / "run"
     if wrong is not None:

@@ -68,8 +68,9 @@ def test_an_interval_is_between_known_errors():
 
 def test_the_chance_falls_with_what_is_planned_and_is_never_certain():
     capacity = 80 * 2**30
-    chances = [chance_that_it_fits(share * (capacity - RUNTIME), capacity)
-               for share in (0.2, 0.5, 0.7, 0.8, 0.9, 1.0, 1.5)]
+    chances = [
+        chance_that_it_fits(share * (capacity - RUNTIME), capacity) for share in (0.2, 0.5, 0.7, 0.8, 0.9, 1.0, 1.5)
+    ]
     assert chances == sorted(chances, reverse=True) and 0 < chances[-1] < 0.05 < 0.95 < chances[0] < 1
     known = intervals.errors("GiB", "other")
     right = sum(0.8 / (1 + error) * reserved <= 1 for error in known for reserved in RESERVED)
@@ -80,20 +81,33 @@ def test_the_chance_falls_with_what_is_planned_and_is_never_certain():
 def test_what_fits_does_so_in_half_of_cases(name):
     """The share of a GPU that a plan may take is where the chance passes one half, to a hundredth."""
     capacity = hardware.accelerator(name).memory
-    at, beyond = (chance_that_it_fits(share * (capacity - RUNTIME), capacity)
-                  for share in (memory.USABLE, memory.USABLE + 0.01))
+    at, beyond = (
+        chance_that_it_fits(share * (capacity - RUNTIME), capacity) for share in (memory.USABLE, memory.USABLE + 0.01)
+    )
     assert at >= strategy.AT_LEAST > beyond
 
 
 def test_a_sweep_is_read_as_its_layouts_say(tmp_path):
     """Three rows in the sweep's columns: one that ran, one that ran out, one that is none of its question."""
-    columns = ["Trial ID", "World Size", "Average Step Time", "activation_checkpointing_type", "kernel",
-               "micro_batch_size", "model_parallel_size", "pipe_parallel_size"]
-    rows = [[1, 64, 26.5, "disabled", "flash_attention2 + RMS kernel", 1, 2, 1],
-            [2, 64, "OOM Error", "disabled", "flash_attention2", 8, 1, 1],
-            [3, 64, 60.0, "disabled", "torch", 1, 2, 2]]
-    read = [planner_sweep.read("llama_13B_bfloat16_64_GPUs_all_runs.xlsx", row)
-            for row in pandas.DataFrame(rows, columns=columns).to_dict("records")]
+    columns = [
+        "Trial ID",
+        "World Size",
+        "Average Step Time",
+        "activation_checkpointing_type",
+        "kernel",
+        "micro_batch_size",
+        "model_parallel_size",
+        "pipe_parallel_size",
+    ]
+    rows = [
+        [1, 64, 26.5, "disabled", "flash_attention2 + RMS kernel", 1, 2, 1],
+        [2, 64, "OOM Error", "disabled", "flash_attention2", 8, 1, 1],
+        [3, 64, 60.0, "disabled", "torch", 1, 2, 2],
+    ]
+    read = [
+        planner_sweep.read("llama_13B_bfloat16_64_GPUs_all_runs.xlsx", row)
+        for row in pandas.DataFrame(rows, columns=columns).to_dict("records")
+    ]
     assert read[0].measured == pytest.approx(2048 * 2048 / 26.5 / 64) and read[0].chance > 0.5 and read[2] is None
     assert read[1].measured is None and read[1].chance < 0.1
     page = "\n".join(planner_sweep.report(read[:2]))
@@ -104,10 +118,23 @@ def test_a_sweep_is_read_as_its_layouts_say(tmp_path):
 
 def test_small_models_wait_for_the_host_as_long_as_others_measured():
     """Two rows of the second sweep, one of either half, whose steps were predicted at half of their time."""
-    titles = ["# GPUs", "global batch", "micro batch", "hidden size", "attention heads", "# layers", "sequence length",
-              "tensor parallelism", "data parallelism", "pipeline parallelism", "iteration time (ms)"]
-    rows = [dict(zip(titles, row, strict=True)) for row in (
-        [4, 32, 1, 1024, 16, 20, 1024, 1, 4, 1, 545.0], [8, 16, 1, 2048, 16, 16, 1024, 4, 2, 1, 417.0])]
+    titles = [
+        "# GPUs",
+        "global batch",
+        "micro batch",
+        "hidden size",
+        "attention heads",
+        "# layers",
+        "sequence length",
+        "tensor parallelism",
+        "data parallelism",
+        "pipeline parallelism",
+        "iteration time (ms)",
+    ]
+    rows = [
+        dict(zip(titles, row, strict=True))
+        for row in ([4, 32, 1, 1024, 16, 20, 1024, 1, 4, 1, 545.0], [8, 16, 1, 2048, 16, 16, 1024, 4, 2, 1, 417.0])
+    ]
     for row in rows:
         assert abs(planner_sweep.read_small(row)[1]) < 0.25
     page = "\n".join(planner_sweep.of_small_models(rows))
@@ -125,5 +152,6 @@ def test_a_plan_that_is_as_fast_and_likelier_to_fit_is_proposed():
     assert 68 * 2**30 < full < cluster.accelerator.memory - RUNTIME
     assert chance_that_it_fits(full, cluster.accelerator.memory) < 0.5 < 0.9 < found.best.chance
     assert found.best.cost.tokens_per_second == pytest.approx(
-        cost.estimate(model, eight, cluster).tokens_per_second, rel=2e-3)
+        cost.estimate(model, eight, cluster).tokens_per_second, rel=2e-3
+    )
     assert "with a chance of" in strategy.explain(found)[0]

@@ -8,8 +8,24 @@ from transformers import AutoModel, BertConfig, LlamaConfig
 from course_lib.planning import cost, hardware, models, work
 from course_lib.planning.plan import Plan
 
-VIEWS = {"view", "_unsafe_view", "t", "transpose", "expand", "unsqueeze", "slice", "detach", "alias", "permute",
-         "select", "as_strided", "squeeze", "reshape", "empty", "empty_like"}
+VIEWS = {
+    "view",
+    "_unsafe_view",
+    "t",
+    "transpose",
+    "expand",
+    "unsqueeze",
+    "slice",
+    "detach",
+    "alias",
+    "permute",
+    "select",
+    "as_strided",
+    "squeeze",
+    "reshape",
+    "empty",
+    "empty_like",
+}
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 
 
@@ -37,9 +53,14 @@ def counted(config):
     return [two - one for one, two in zip(*found, strict=True)]
 
 
-@pytest.mark.parametrize("config", [
-    LlamaConfig(**SIZES, num_key_value_heads=2),
-    BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)], ids=["llama", "bert"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SIZES, num_key_value_heads=2),
+        BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+    ],
+    ids=["llama", "bert"],
+)
 def test_operations_are_those_of_transformers_blocks(config):
     forward, backward = counted(config)
     model = models.from_config(config.to_dict())
@@ -71,7 +92,8 @@ def test_splitting_a_small_model_over_tensor_ranks_does_not_make_it_faster():
 
 def test_fused_operations_are_fewer_and_autocast_adds_casts():
     model = models.load("llama-8b")
-    plain, fused = (work.operations(model, Plan(512, compiled=compiled, engine="fsdp", stage=3))[0]
-                    for compiled in (False, True))
+    plain, fused = (
+        work.operations(model, Plan(512, compiled=compiled, engine="fsdp", stage=3))[0] for compiled in (False, True)
+    )
     assert fused < plain / 2
     assert work.operations(model, Plan(512))[0] - plain == 7 + 4, "a cast for each matmul, and two beside each norm"

@@ -14,4 +14,7 @@ PAGE = (Path(__file__).parents[2] / "benchmarks" / "planner.md").read_text(encod
 def test_they_are_the_page_s(name, margin):
     row = re.search(rf"\*\*all, {re.escape(name)}\*\* \| (\d+) \| ([\d.]+)% \| ([\d.]+)% \|", PAGE)
     assert (margin.rows, margin.median, margin.ninth) == (
-        int(row[1]), pytest.approx(float(row[2]) / 100), pytest.approx(float(row[3]) / 100))
+        int(row[1]),
+        pytest.approx(float(row[2]) / 100),
+        pytest.approx(float(row[3]) / 100),
+    )

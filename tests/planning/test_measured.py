@@ -32,12 +32,16 @@ def of_shared_experts():
     place, held = PartialState(cpu=True).process_index, {}
     for stage in (0, 1, 2):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(MixtralConfig(**{
-            key: value for key, value in MIXTURE.items() if key != "model_type"}))
+        model = AutoModelForCausalLM.from_config(
+            MixtralConfig(**{key: value for key, value in MIXTURE.items() if key != "model_type"})
+        )
         groups = ExpertParallel(model, expert_groups(2, [[0, 1]])).summed_over()
         optimizer = torch.optim.AdamW(model.parameters())
-        engine = DataParallel(model, groups=groups) if stage == 0 else (
-            Zero1 if stage == 1 else Zero2)(model, optimizer, groups=groups)
+        engine = (
+            DataParallel(model, groups=groups)
+            if stage == 0
+            else (Zero1 if stage == 1 else Zero2)(model, optimizer, groups=groups)
+        )
         ids = torch.randint(0, MIXTURE["vocab_size"], (16, 32), generator=torch.Generator().manual_seed(place))
         for _ in range(2):  # the first makes the optimizer's state
             with Meter(model, optimizer, getattr(engine, "resident", None)) as meter:
@@ -49,9 +53,18 @@ def of_shared_experts():
     return held
 
 
-MIXTURE = {"model_type": "mixtral", "vocab_size": 512, "hidden_size": 96, "intermediate_size": 128,
-           "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
-           "num_experts_per_tok": 2, "max_position_embeddings": 32}
+MIXTURE = {
+    "model_type": "mixtral",
+    "vocab_size": 512,
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32,
+}
 
 
 def test_ranks_that_share_experts_hold_what_is_planned():
@@ -60,8 +73,11 @@ def test_ranks_that_share_experts_hold_what_is_planned():
     for stage, (resident, activations) in held.items():
         plan = Plan(32, "megatron", stage, data=2, expert=2, micro_batch=16, precision="fp32")
         planned = memory.estimate(model, plan)
-        for kind, size in (("parameters", planned.parameters), ("gradients", planned.gradients),
-                           ("optimizer states", planned.optimizer)):
+        for kind, size in (
+            ("parameters", planned.parameters),
+            ("gradients", planned.gradients),
+            ("optimizer states", planned.optimizer),
+        ):
             assert resident[kind] == pytest.approx(size, rel=0.01), (stage, kind)
         assert activations == pytest.approx(planned.activations + planned.logits, rel=0.15), stage
         alone = memory.estimate(model, Plan(32, "megatron", stage, data=2, micro_batch=16, precision="fp32"))
@@ -72,7 +88,8 @@ def test_the_faster_of_two_published_strategies_is_predicted_to_be():
     pairs = planner_order.pairs()
     assert len(pairs) == 10
     assert [(pair.first, pair.second) for pair in pairs if not pair.right] == [
-        ("titan-asynctp-8B-bf16", "titan-asynctp-8B-float8-rowwise")], "float8 was slower there than bf16"
+        ("titan-asynctp-8B-bf16", "titan-asynctp-8B-float8-rowwise")
+    ], "float8 was slower there than bf16"
 
 
 def test_layouts_that_a_sweep_found_best_are_near_the_predicted_best():

@@ -58,9 +58,14 @@ def test_zeros_fused_buffer_and_largest_models():
 
 
 def test_every_recipe_of_bytes_per_parameter():
-    names = {"bf16-+-fp32-mixed-precision-baseline": "mixed, accumulating in fp32",
-             "without-fp32-grad-accumulation": "mixed", "Transformer-Engine": "Transformer Engine",
-             "FP8-LM-O3": "FP8-LM O3", "DeepSeek-V3": "DeepSeek-V3", "nanotron-FP8": "nanotron FP8"}
+    names = {
+        "bf16-+-fp32-mixed-precision-baseline": "mixed, accumulating in fp32",
+        "without-fp32-grad-accumulation": "mixed",
+        "Transformer-Engine": "Transformer Engine",
+        "FP8-LM-O3": "FP8-LM O3",
+        "DeepSeek-V3": "DeepSeek-V3",
+        "nanotron-FP8": "nanotron FP8",
+    }
     shares = rows("bytes_per_param")
     assert len(shares) == len(names) == 6
     for row in shares:
@@ -78,18 +83,29 @@ def test_every_deepspeed_estimate():
         c, value = row["config"], row["value"]
         parameters, largest = int(c["total_params"]), int(c.get("largest_layer_params", 0))
         if row["id"] == "ds-t5-large-example":
-            cases = {"case1_no_offload_MiB": (False, False), "case2_full_offload_MiB": (True, True),
-                     "case3_opt_offload_MiB": (True, False)}
+            cases = {
+                "case1_no_offload_MiB": (False, False),
+                "case2_full_offload_MiB": (True, True),
+                "case3_opt_offload_MiB": (True, False),
+            }
             for key, (optimizer, offloaded) in cases.items():
                 _, gpu = deepspeed_zero3(parameters, largest, c["total_gpus"], 1, optimizer, offloaded)
                 assert int(gpu / 2**20) == value[key], key
         elif row["id"].startswith("ds-z2"):
-            printed = printed_gib(deepspeed_zero2(parameters, c["gpus_per_node"], c["nodes"],
-                                                         c["offload_optimizer"] == "cpu", whole_gradients=True))
+            printed = printed_gib(
+                deepspeed_zero2(
+                    parameters, c["gpus_per_node"], c["nodes"], c["offload_optimizer"] == "cpu", whole_gradients=True
+                )
+            )
             assert printed == (value["cpu_GiB"], value["gpu_GiB"]), row["id"]
         else:
-            how = (c["gpus_per_node"], c["nodes"], c["offload_optimizer"] == "cpu", c["offload_param"] == "cpu",
-                   bool(c["zero_init"]))
+            how = (
+                c["gpus_per_node"],
+                c["nodes"],
+                c["offload_optimizer"] == "cpu",
+                c["offload_param"] == "cpu",
+                bool(c["zero_init"]),
+            )
             printed = printed_gib(deepspeed_zero3(parameters, largest, *how))
             if c["model"].startswith("custom"):  # its sizes are known to the million only: the row lies in between
                 most = printed_gib(deepspeed_zero3(parameters + 10**6 - 1, largest + 10**6 - 1, *how))
@@ -110,19 +126,29 @@ def test_deepspeeds_own_functions_give_the_same():
         for gpus, nodes in ((1, 1), (4, 1), (8, 3)):
             for optimizer in (True, False):
                 assert deepspeed_zero2(parameters, gpus, nodes, optimizer) == stage2(
-                    parameters, gpus, nodes, cpu_offload=optimizer)
+                    parameters, gpus, nodes, cpu_offload=optimizer
+                )
                 for offloaded in (True, False) if optimizer else (False,):
                     for init in (True, False):
                         mine = deepspeed_zero3(parameters, largest, gpus, nodes, optimizer, offloaded, init)
-                        theirs = stage3(parameters, largest, gpus, nodes, cpu_offload=optimizer,
-                                        cpu_offload_params=offloaded, zero_init=init)
+                        theirs = stage3(
+                            parameters,
+                            largest,
+                            gpus,
+                            nodes,
+                            cpu_offload=optimizer,
+                            cpu_offload_params=offloaded,
+                            zero_init=init,
+                        )
                         assert mine == tuple(theirs)[:2]
                         seen += 1
     assert seen == 36
 
 
 TECHNIQUES = {
-    "none": {}, "tp": {"tensor": True}, "tp_sp": {"tensor": True, "sequence_parallel": True},
+    "none": {},
+    "tp": {"tensor": True},
+    "tp_sp": {"tensor": True, "sequence_parallel": True},
     "tp_sel": {"tensor": True, "checkpointing": "selective"},
     "tp_sp_sel": {"tensor": True, "sequence_parallel": True, "checkpointing": "selective"},
     "full": {"tensor": True, "checkpointing": "full"},
@@ -130,12 +156,14 @@ TECHNIQUES = {
 
 
 def gpt(h, a, layers=4, vocab=51200, s=2048):
-    return models.from_config({"model_type": "gpt2", "n_embd": h, "n_head": a, "n_layer": layers, "vocab_size": vocab,
-                               "n_positions": s})
+    return models.from_config(
+        {"model_type": "gpt2", "n_embd": h, "n_head": a, "n_layer": layers, "vocab_size": vocab, "n_positions": s}
+    )
 
 
-@pytest.mark.parametrize(("h", "a", "s", "b", "t"), [(6144, 64, 2048, 4, 8), (12288, 96, 2048, 1, 8),
-                                                     (1024, 16, 512, 3, 2)])
+@pytest.mark.parametrize(
+    ("h", "a", "s", "b", "t"), [(6144, 64, 2048, 4, 8), (12288, 96, 2048, 1, 8), (1024, 16, 512, 3, 2)]
+)
 def test_every_formula_of_korthikanti(h, a, s, b, t):
     """The rows' formulas are evaluated as they are written."""
     model, layers, p, m = gpt(h, a), 24, 4, 3
@@ -150,19 +178,22 @@ def test_every_formula_of_korthikanti(h, a, s, b, t):
             assert of_block(model, b, s, tensor=tensor, **options) == pytest.approx(expected, rel=1e-12)
             seen.append(name)
     one = of_block(model, b, s, tensor=t, sequence_parallel=True)
-    pieces = {"korthikanti-eq1-parts": of_block(model, b, s) == (11 + 19 + 4) * s * b * h + 5 * a * s * s * b,
-              # p micro-batches in flight times L / p blocks: the pipeline's size cancels
-              "korthikanti-eq5": in_flight("1f1b", p, 64) * layers / p * one == pytest.approx(
-                  s * b * h * layers / t * (34 + 5 * a * s / h)),
-              "korthikanti-interleave": in_flight("interleaved", p, 64, m) / p == pytest.approx(
-                  1 + (p - 1) / (p * m))}
+    pieces = {
+        "korthikanti-eq1-parts": of_block(model, b, s) == (11 + 19 + 4) * s * b * h + 5 * a * s * s * b,
+        # p micro-batches in flight times L / p blocks: the pipeline's size cancels
+        "korthikanti-eq5": in_flight("1f1b", p, 64) * layers / p * one
+        == pytest.approx(s * b * h * layers / t * (34 + 5 * a * s / h)),
+        "korthikanti-interleave": in_flight("interleaved", p, 64, m) / p == pytest.approx(1 + (p - 1) / (p * m)),
+    }
     ends = {1: s * b * h * layers / t * (1 / layers + 4 / layers * (1 + 51200 / h)), p: s * b * h * p / t}
     pieces["korthikanti-extra"] = all(
-        outside_blocks(model, b, s, t, ranks) == pytest.approx(expected) for ranks, expected in ends.items())
+        outside_blocks(model, b, s, t, ranks) == pytest.approx(expected) for ranks, expected in ends.items()
+    )
     best = best_checkpoints(layers, 2 * h, 34 * h)
     pieces["megatron21-ckpt-optimum"] = best == math.sqrt(layers * 34 / 2) and all(
         checkpointed(layers, best, 2 * h, 34 * h) < checkpointed(layers, other * best, 2 * h, 34 * h)
-        for other in (0.9, 1.1))
+        for other in (0.9, 1.1)
+    )
     for row in rows("activation_memory_formula"):
         if row["id"] in pieces:
             assert pieces[row["id"]], row["id"]
@@ -183,16 +214,52 @@ def test_gpt3s_share_of_attention_scores():
 
 CPU_MODELS = {
     "gpt2": {"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 4, "vocab_size": 300, "attn_pdrop": 0.0},
-    "gpt2, no dropout": {"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 4, "vocab_size": 300,
-                         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "llama": {"model_type": "llama", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-              "num_key_value_heads": 4, "intermediate_size": 352, "vocab_size": 300},
-    "opt": {"model_type": "opt", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "ffn_dim": 512,
-            "word_embed_proj_dim": 128, "vocab_size": 300, "dropout": 0.1},
-    "gpt_neox": {"model_type": "gpt_neox", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-                 "intermediate_size": 512, "vocab_size": 300},
-    "qwen2": {"model_type": "qwen2", "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-              "num_key_value_heads": 4, "intermediate_size": 352, "vocab_size": 300},
+    "gpt2, no dropout": {
+        "model_type": "gpt2",
+        "n_embd": 128,
+        "n_layer": 4,
+        "n_head": 4,
+        "vocab_size": 300,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "llama": {
+        "model_type": "llama",
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 352,
+        "vocab_size": 300,
+    },
+    "opt": {
+        "model_type": "opt",
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "ffn_dim": 512,
+        "word_embed_proj_dim": 128,
+        "vocab_size": 300,
+        "dropout": 0.1,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 512,
+        "vocab_size": 300,
+    },
+    "qwen2": {
+        "model_type": "qwen2",
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 352,
+        "vocab_size": 300,
+    },
 }
 
 

@@ -13,8 +13,12 @@ from course_lib.planning import models
 from course_lib.planning.families import FAMILIES
 
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
-WITH_LOGITS = {"bert": AutoModelForMaskedLM, "roberta": AutoModelForMaskedLM, "distilbert": AutoModelForMaskedLM,
-               "t5": AutoModelForSeq2SeqLM}
+WITH_LOGITS = {
+    "bert": AutoModelForMaskedLM,
+    "roberta": AutoModelForMaskedLM,
+    "distilbert": AutoModelForMaskedLM,
+    "t5": AutoModelForSeq2SeqLM,
+}
 
 
 def built(config, head):
@@ -49,12 +53,20 @@ VARIANTS = [
     {"model_type": "mixtral", "num_local_experts": 3, "num_key_value_heads": 2},
     {"model_type": "olmoe", "num_experts": 6, "num_key_value_heads": 2},
 ]
-SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 96,
-         "vocab_size": 500}
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 500,
+}
 
 
-@pytest.mark.parametrize("settings", [*VARIANTS, *({"model_type": family} for family in FAMILIES)],
-                         ids=lambda given: "-".join(map(str, given.values())))
+@pytest.mark.parametrize(
+    "settings",
+    [*VARIANTS, *({"model_type": family} for family in FAMILIES)],
+    ids=lambda given: "-".join(map(str, given.values())),
+)
 def test_settings_of_each_architecture(settings):
     family = settings["model_type"]
     sizes = dict(SMALL)
@@ -78,8 +90,12 @@ def test_every_published_parameter_count():
     seen = 0
     for row in rows:
         name, value = row["id"].removeprefix("params-"), row["value"]
-        name = {"bigscience-bloom": "bloom", "bigscience-bloom-560m": "bloom-560m", "bigscience-bloom-3b": "bloom-3b",
-                "OLMo-2-1124-13B": "olmo-2-13b"}.get(name, name)
+        name = {
+            "bigscience-bloom": "bloom",
+            "bigscience-bloom-560m": "bloom-560m",
+            "bigscience-bloom-3b": "bloom-3b",
+            "OLMo-2-1124-13B": "olmo-2-13b",
+        }.get(name, name)
         encoder = "bert" in name
         if "params" in value:
             assert models.load(name, head=not encoder).parameters == value["params"], row["id"]
@@ -93,8 +109,14 @@ def test_every_published_parameter_count():
 
 def test_largest_module_is_what_deepspeed_takes():
     rows = [row["config"] for row in PUBLISHED if row["kind"] == "deepspeed_estimate"]
-    known = {"t5-3b": "t5-3b", "bigscience/T0_3B (AutoModel)": "T0_3B", "meta-llama/Llama-2-7b-hf": "llama-2-7b",
-             "meta-llama/Llama-2-13b-hf": "llama-2-13b", "falcon-40b (AutoModel)": "falcon-40b", "t5-large": "t5-large"}
+    known = {
+        "t5-3b": "t5-3b",
+        "bigscience/T0_3B (AutoModel)": "T0_3B",
+        "meta-llama/Llama-2-7b-hf": "llama-2-7b",
+        "meta-llama/Llama-2-13b-hf": "llama-2-13b",
+        "falcon-40b (AutoModel)": "falcon-40b",
+        "t5-large": "t5-large",
+    }
     seen = 0
     for config in rows:
         if config["model"] in known and "largest_layer_params" in config:
@@ -112,8 +134,9 @@ def test_experts_that_do_not_work_for_a_token_are_not_active():
 def test_model_flops_as_megatron_counts_them():
     """Without recomputation: 72 B s l h^2 (1 + s/6h + V/12lh), arXiv 2205.05198 appendix A."""
     h, layers, vocab, s = 12288, 96, 51200, 2048
-    model = models.from_config({"model_type": "gpt2", "n_embd": h, "n_layer": layers, "n_head": 96,
-                                "vocab_size": vocab, "n_positions": s})
+    model = models.from_config(
+        {"model_type": "gpt2", "n_embd": h, "n_layer": layers, "n_head": 96, "vocab_size": vocab, "n_positions": s}
+    )
     assert model.flops(s) == pytest.approx(72 * layers * h * h * (1 + s / (6 * h) + vocab / (12 * layers * h)), 1e-12)
 
 
@@ -125,12 +148,19 @@ def test_a_folder_a_file_and_any_spelling(tmp_path):
     assert models.load("gpt2").name == "openai-community/gpt2"
 
 
-@pytest.mark.parametrize(("asked", "says"), [
-    ("facebok/opt-6.7b", "facebook/opt-6.7b"), ("gpt-2", "gpt2"), ({"model_type": "lama"}, "llama"),
-    ({"n_embd": 3}, "no `model_type`"), ({"model_type": "gpt2", "n_layer": -1}, "`n_layer: -1` is no size"),
-    ({"model_type": "gpt2", "n_embd": 100, "n_head": 3}, "does not divide"),
-    ({"model_type": "gpt2", "add_cross_attention": True}, "not counted"),
-], ids=str)
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("facebok/opt-6.7b", "facebook/opt-6.7b"),
+        ("gpt-2", "gpt2"),
+        ({"model_type": "lama"}, "llama"),
+        ({"n_embd": 3}, "no `model_type`"),
+        ({"model_type": "gpt2", "n_layer": -1}, "`n_layer: -1` is no size"),
+        ({"model_type": "gpt2", "n_embd": 100, "n_head": 3}, "does not divide"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "not counted"),
+    ],
+    ids=str,
+)
 def test_mistakes_are_named(asked, says, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match=says):
@@ -141,8 +171,9 @@ def test_a_hub_out_of_reach_is_noticed_at_once_and_not_by_the_clients_retries(mo
     asked = []
     monkeypatch.setattr("course_lib.system.hub_reachable.problem", lambda: "no network")
     real = huggingface_hub.hf_hub_download
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **options: asked.append(options) or real(
-        *args, **options))
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda *args, **options: asked.append(options) or real(*args, **options)
+    )
     with pytest.raises(ModelError, match=r"cannot be reached \(no network\): did you mean `facebook/opt-6.7b`"):
         models.load("facebook/opt-6.9b")
     assert asked == [{"local_files_only": True}]

@@ -13,11 +13,18 @@ FSDP = Plan(1024, "fsdp", 3, data=8, offload="parameters", checkpointing="full",
 
 def test_the_search_has_offload_for_fsdp_as_for_zero():
     model = models.load("facebook/opt-6.7b")
-    offloads = {(plan.engine, plan.stage, plan.offload)
-                for plan in strategy.layouts(model, 8, 8, 2048, 64, "bf16") if plan.tensor * plan.pipeline == 1}
-    assert offloads == {("ddp", 0, "none"), ("fsdp", 3, "none"), ("fsdp", 3, "parameters"),
-                        *(("deepspeed", stage, offload) for stage in (1, 2, 3) for offload in ("none", "optimizer")),
-                        ("deepspeed", 3, "parameters")}
+    offloads = {
+        (plan.engine, plan.stage, plan.offload)
+        for plan in strategy.layouts(model, 8, 8, 2048, 64, "bf16")
+        if plan.tensor * plan.pipeline == 1
+    }
+    assert offloads == {
+        ("ddp", 0, "none"),
+        ("fsdp", 3, "none"),
+        ("fsdp", 3, "parameters"),
+        *(("deepspeed", stage, offload) for stage in (1, 2, 3) for offload in ("none", "optimizer")),
+        ("deepspeed", 3, "parameters"),
+    }
     alone = [plan for plan in strategy.layouts(model, 1, 1, 2048, 64, "bf16") if plan.engine == "fsdp"]
     assert [plan.offload for plan in alone] == ["parameters"], "one GPU has nothing to shard, and a host"
 
@@ -34,8 +41,10 @@ def test_it_is_found_where_nothing_else_of_fsdp_fits():
 
 def test_where_it_fits_without_it_is_the_slower_one():
     result = strategy.search(models.load("facebook/opt-6.7b"), hardware.cluster("A100-80", 8), 2048, families=("FSDP",))
-    first = {offload: next(candidate for candidate in result.candidates if candidate.plan.offload == offload)
-             for offload in ("none", "parameters")}
+    first = {
+        offload: next(candidate for candidate in result.candidates if candidate.plan.offload == offload)
+        for offload in ("none", "parameters")
+    }
     assert result.best == first["none"]
     assert first["parameters"].cost.tokens_per_second < result.best.cost.tokens_per_second
 
@@ -87,7 +96,8 @@ def test_the_update_runs_at_the_hosts_bandwidth():
     assert zero == pytest.approx(update + 2 * model.parameters / 8 / cluster.accelerator.pcie), "gradients leave"
     half = replace(FSDP, engine="deepspeed", offload="optimizer")
     assert cost.estimate(model, half, cluster).optimizer == pytest.approx(
-        update + (2 + 2) * model.parameters / 8 / cluster.accelerator.pcie), "and weights come back"
+        update + (2 + 2) * model.parameters / 8 / cluster.accelerator.pcie
+    ), "and weights come back"
 
 
 def test_a_cpu_has_nothing_to_offload_to():

@@ -29,10 +29,24 @@ from course_lib.planning import (
 from course_lib.planning.plan import OPTIMIZERS, RECIPES, Plan
 
 SIZES = {
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 300, "n_positions": 64, "attn_pdrop": 0.0,
-             "resid_pdrop": 0.0, "embd_pdrop": 0.0},
-    "llama": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-              "intermediate_size": 96, "vocab_size": 300},
+    "gpt2": {
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 300,
+        "n_positions": 64,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    },
+    "llama": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "vocab_size": 300,
+    },
 }
 
 
@@ -44,11 +58,19 @@ def built(family, layers=2):
 
 def made(name, model):
     everything = list(model.parameters())
-    return {"adamw": lambda: torch.optim.AdamW(everything), "sgd": lambda: torch.optim.SGD(everything, lr=0.1),
-            "sgd-momentum": lambda: torch.optim.SGD(everything, lr=0.1, momentum=0.9),
-            "adafactor": lambda: torch.optim.Adafactor(everything),
-            "muon": lambda: Muon(muon_groups(model, [{"params": everything, "weight_decay": 0.0}]), lr=0.1,
-                                 momentum=0.9, betas=(0.9, 0.95), eps=1e-8)}[name]()
+    return {
+        "adamw": lambda: torch.optim.AdamW(everything),
+        "sgd": lambda: torch.optim.SGD(everything, lr=0.1),
+        "sgd-momentum": lambda: torch.optim.SGD(everything, lr=0.1, momentum=0.9),
+        "adafactor": lambda: torch.optim.Adafactor(everything),
+        "muon": lambda: Muon(
+            muon_groups(model, [{"params": everything, "weight_decay": 0.0}]),
+            lr=0.1,
+            momentum=0.9,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+        ),
+    }[name]()
 
 
 @pytest.mark.parametrize("family", SIZES)
@@ -59,8 +81,12 @@ def test_states_are_those_that_pytorch_keeps(family, name):
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    kept = sum(state.nbytes for states in optimizer.state.values() for key, state in states.items()
-               if isinstance(state, torch.Tensor) and key != "step")
+    kept = sum(
+        state.nbytes
+        for states in optimizer.state.values()
+        for key, state in states.items()
+        if isinstance(state, torch.Tensor) and key != "step"
+    )
     formula = memory.estimate(known, Plan(32, "ddp", optimizer=name)).optimizer
     assert formula == pytest.approx(kept)
     assert (kept < 8 * known.parameters) is (name != "adamw")
@@ -93,8 +119,10 @@ class Adapted(nn.Module):
         super().__init__()
         self.layer = layer.requires_grad_(False)
         rows, columns = layer.weight.shape
-        self.down, self.up = (nn.Linear(one, other, bias=False, dtype=layer.weight.dtype)
-                              for one, other in ((columns, rank), (rank, rows)))
+        self.down, self.up = (
+            nn.Linear(one, other, bias=False, dtype=layer.weight.dtype)
+            for one, other in ((columns, rank), (rank, rows))
+        )
 
     def forward(self, hidden):
         return self.layer(hidden) + self.up(self.down(hidden))
@@ -127,8 +155,10 @@ def of_a_step(layers, rank):
     with FlopCounterMode(display=False) as backward:
         logits.float().sum().backward()
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    products = [sum(count for operation, count in counted.get_flop_counts()["Global"].items()
-                    if "mm" in str(operation)) for counted in (forward, backward)]
+    products = [
+        sum(count for operation, count in counted.get_flop_counts()["Global"].items() if "mm" in str(operation))
+        for counted in (forward, backward)
+    ]
     return trained, *products, sum(size for size, _ in kept.values()), known
 
 
@@ -153,8 +183,10 @@ def test_adapters_are_trained_and_frozen_weights_have_no_gradient():
 
 def test_adapters_leave_gradients_and_states_of_themselves_alone():
     model = models.load("llama-8b")
-    full, lora, qlora = (memory.estimate(model, Plan(2048, "ddp", compiled=True, **more))
-                         for more in ({}, {"lora_rank": 16}, {"lora_rank": 16, "base_bits": 4}))
+    full, lora, qlora = (
+        memory.estimate(model, Plan(2048, "ddp", compiled=True, **more))
+        for more in ({}, {"lora_rank": 16}, {"lora_rank": 16, "base_bits": 4})
+    )
     trained = model.layers * adapters.of_a_block(model, 16)
     assert trained == 41_943_040, "what PEFT prints for Llama 3 8B, rank 16, all linear layers"
     assert lora.gradients == qlora.gradients == 4 * trained and lora.optimizer == 8 * trained
@@ -163,8 +195,9 @@ def test_adapters_leave_gradients_and_states_of_themselves_alone():
     assert full.total > 120 * 2**30 > 24 * 2**30 > qlora.total
 
 
-@pytest.mark.parametrize("more", [{"optimizer": "lion"}, {"lora_rank": -1}, {"base_bits": 4},
-                                  {"optimizer": "muon", "lora_rank": 4}])
+@pytest.mark.parametrize(
+    "more", [{"optimizer": "lion"}, {"lora_rank": -1}, {"base_bits": 4}, {"optimizer": "muon", "lora_rank": 4}]
+)
 def test_what_no_plan_can_be(more):
     with pytest.raises(ConfigError):
         Plan(32, "ddp", **more)
@@ -179,10 +212,12 @@ def test_the_search_takes_them_and_says_who_runs_them(capsys):
     for name in OPTIMIZERS:
         plans = list(layouts.layouts(model, 8, 8, 1024, 64, "bf16", settings={"optimizer": name}))
         assert plans and all(plan.optimizer == name for plan in plans)
-        runs = [to_launchers.options(plan, model).get("optimizer") for plan in plans
-                if to_launchers.runs_here(plan, model)]
+        runs = [
+            to_launchers.options(plan, model).get("optimizer") for plan in plans if to_launchers.runs_here(plan, model)
+        ]
         assert (name == "adamw-8bit") is (not runs) and set(runs) <= {
-            {"adamw": None, "sgd-momentum": "sgd"}.get(name, name)}
+            {"adamw": None, "sgd-momentum": "sgd"}.get(name, name)
+        }
     assert "optim" in to_launchers.training_arguments(Plan(32, "ddp", optimizer="adamw-8bit"))
     found = strategy.search(model, cluster, 1024, 64, settings={"lora_rank": 8, "base_bits": 4})
     assert {candidate.plan.tensor * candidate.plan.pipeline for candidate in found.candidates} == {1}

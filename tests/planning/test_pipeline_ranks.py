@@ -79,8 +79,9 @@ def no_plan_exceeds(searches, seed):
         gpus = draw.choice((1, 2, 3, 4, 6, 8, 16, 24, 48, 96, 192, 512))
         cluster, length = hardware.cluster(chip, gpus), draw.choice((1024, 1024, 16384))
         try:
-            result = strategy.search(model, cluster, min(length, model.context or length),
-                                     losses=("chunked", "linear")).for_our_trainer()
+            result = strategy.search(
+                model, cluster, min(length, model.context or length), losses=("chunked", "linear")
+            ).for_our_trainer()
         except NothingFits:
             continue
         most = max(candidate.chance for candidate in result.candidates)

@@ -10,8 +10,13 @@ from course_lib.planning import hardware, models, strategy
 from course_lib.planning.selector import HardwareSelector
 
 TASKS = [  # model, GPUs, batch, GiB: the tasks that selection guides give
-    ("facebook/opt-1.3b", 8, 4, 24), ("facebook/opt-6.7b", 4, 8, 16), ("facebook/opt-30b", 8, 1, 40),
-    ("facebook/opt-13b", 4, 1, 16), ("llama-7b", 8, 16, None), ("llama-7b", 8, 16, 24)]
+    ("facebook/opt-1.3b", 8, 4, 24),
+    ("facebook/opt-6.7b", 4, 8, 16),
+    ("facebook/opt-30b", 8, 1, 40),
+    ("facebook/opt-13b", 4, 1, 16),
+    ("llama-7b", 8, 16, None),
+    ("llama-7b", 8, 16, 24),
+]
 
 
 @pytest.mark.parametrize(("model", "gpus", "batch", "limit"), TASKS)
@@ -20,8 +25,9 @@ def test_settings_fit_and_add_up(model, gpus, batch, limit):
     assert config["per_gpu_batch_size"] * config["gradient_accumulation_steps"] == batch
     assert config["global_batch_size"] == batch * gpus and config["gpu_count"] == gpus
     held = config["estimated_memory"]
-    parts = sum(held[f"{kind}_gb"] for kind in ("parameters", "gradients", "optimizer", "activations", "buffers",
-                                                "runtime"))
+    parts = sum(
+        held[f"{kind}_gb"] for kind in ("parameters", "gradients", "optimizer", "activations", "buffers", "runtime")
+    )
     assert parts == pytest.approx(held["per_gpu_gb"]) and parts <= (limit or 80)
     assert config["mixed_precision"] is True and config["precision"] == "bf16"
     name = config["distributed_strategy"]
@@ -48,17 +54,27 @@ def test_checkpointing_is_turned_on_where_only_that_fits():
 
 def test_hardware_is_ranked_by_the_price_of_a_token():
     selection = HardwareSelector().select_hardware_for_task(
-        model_family="text_generation", model_name="facebook/opt-1.3b", task_type="training", batch_size=8,
-        distributed=True, gpu_count=4)
+        model_family="text_generation",
+        model_name="facebook/opt-1.3b",
+        task_type="training",
+        batch_size=8,
+        distributed=True,
+        gpu_count=4,
+    )
     ranked = [selection["primary_recommendation"], *selection["fallback_options"]]
     assert sorted(ranked + list(selection["too_small"])) == sorted(set(hardware.accelerators()) - {"CPU"})
     prices = [selection["dollars_per_million_tokens"][name] for name in ranked]
     priced = [price for price in prices if price is not None]
     assert len(priced) > 5 and priced == sorted(priced) == prices[: len(priced)]
-    speeds = [selection["tokens_per_second"][name] for name in ranked[len(priced):]]
+    speeds = [selection["tokens_per_second"][name] for name in ranked[len(priced) :]]
     assert speeds == sorted(speeds, reverse=True)
-    first = strategy.search(models.load("facebook/opt-1.3b"), hardware.cluster(ranked[0], 4), 512, 32,
-                            families=("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP"))
+    first = strategy.search(
+        models.load("facebook/opt-1.3b"),
+        hardware.cluster(ranked[0], 4),
+        512,
+        32,
+        families=("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP"),
+    )
     assert selection["tokens_per_second"][ranked[0]] == first.best.cost.tokens_per_second
 
 
@@ -67,12 +83,15 @@ def test_what_is_too_small_says_so():
     assert "GiB per GPU" in selection["too_small"]["T4"] and "T4" not in selection["fallback_options"]
 
 
-@pytest.mark.parametrize(("arguments", "line"), [
-    (("text_generatoin", "gpt2"), "text_generation"),
-    (("vision", "gpt2"), "model_family `vision`"),
-    (("text_generation", "bert-base-uncased"), "no text_generation model"),
-    (("text_generation", "facebook/opt-66b"), "does not fit"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("text_generatoin", "gpt2"), "text_generation"),
+        (("vision", "gpt2"), "model_family `vision`"),
+        (("text_generation", "bert-base-uncased"), "no text_generation model"),
+        (("text_generation", "facebook/opt-66b"), "does not fit"),
+    ],
+)
 def test_bad_tasks_are_refused(arguments, line):
     with pytest.raises(ConfigError, match=line):
         HardwareSelector().get_distributed_training_config(*arguments, gpu_count=1, batch_size=1, max_memory_gb=8)
@@ -89,8 +108,10 @@ def test_other_tasks_and_batches_are_refused():
 
 
 def test_the_command(capsys):
-    line = ("select --model-family text_generation --model-name llama-7b --batch-size 16 --mode training --distributed "
-            "--gpu-count 8 --max-memory-gb 24")
+    line = (
+        "select --model-family text_generation --model-name llama-7b --batch-size 16 --mode training --distributed "
+        "--gpu-count 8 --max-memory-gb 24"
+    )
     assert cli.main(line.split()) == 0
     assert json.loads(capsys.readouterr().out)["global_batch_size"] == 128
     assert cli.main(["select", "--model-name", "gpt2", "--gpu-count", "2"]) == 0

@@ -39,9 +39,17 @@ TOKENS = 32
 
 
 def tiny(layers: int = 3) -> LlamaConfig:
-    return LlamaConfig(vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=layers,
-                       num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, use_cache=False,
-                       attn_implementation="sdpa")
+    return LlamaConfig(
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
 
 
 def setting(strategy: str, world_size: int = 2, **more) -> Setting:
@@ -118,8 +126,16 @@ def test_every_strategy_holds_what_it_says():
 @pytest.mark.parametrize(("experts", "ranks"), [(2, 8), (3, 2), (4, 2)])
 def test_experts_are_not_cut_by_fsdp(experts, ranks):
     """Along the first dimension there are as many pieces as experts: rank 0 has a whole one, or more than its share."""
-    config = MixtralConfig(vocab_size=64, hidden_size=16, intermediate_size=96, num_hidden_layers=3,
-                           num_attention_heads=2, num_key_value_heads=2, num_local_experts=experts, use_cache=False)
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=experts,
+        use_cache=False,
+    )
     result = simulate(config, setting("fsdp", ranks))
     known = models.from_config(config.to_dict(), "mixtral")
     plan = Plan(TOKENS, engine="fsdp", stage=3, data=ranks)
@@ -136,12 +152,28 @@ def mixture(seed):
     kind, experts, width = pick.choice(MIXTURES), pick.choice((4, 6, 8, 12, 16, 60)), pick.choice((64, 128))
     named = {"num_local_experts": experts} if kind is MixtralConfig else {"num_experts": experts}
     more = {"moe_intermediate_size": pick.choice((128, 256)), "head_dim": width // 4} if kind is Qwen3MoeConfig else {}
-    config = kind(vocab_size=pick.choice((512, 2048)), hidden_size=width, num_hidden_layers=pick.choice((2, 4, 6)),
-                  num_attention_heads=4, num_key_value_heads=pick.choice((2, 4)), num_experts_per_tok=2,
-                  intermediate_size=pick.choice((128, 256, 512)), use_cache=False, bos_token_id=1, eos_token_id=2,
-                  pad_token_id=0, **named, **more)
-    return config, Setting("fsdp", pick.choice((2, 3, 8, 16, 24, 64)), micro_batch=pick.choice((1, 2)),
-                           sequence_length=64, checkpointing=pick.random() < 0.5)
+    config = kind(
+        vocab_size=pick.choice((512, 2048)),
+        hidden_size=width,
+        num_hidden_layers=pick.choice((2, 4, 6)),
+        num_attention_heads=4,
+        num_key_value_heads=pick.choice((2, 4)),
+        num_experts_per_tok=2,
+        intermediate_size=pick.choice((128, 256, 512)),
+        use_cache=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        **named,
+        **more,
+    )
+    return config, Setting(
+        "fsdp",
+        pick.choice((2, 3, 8, 16, 24, 64)),
+        micro_batch=pick.choice((1, 2)),
+        sequence_length=64,
+        checkpointing=pick.random() < 0.5,
+    )
 
 
 MIXTURES = (MixtralConfig, OlmoeConfig, Qwen3MoeConfig)
@@ -232,12 +264,18 @@ def test_after_a_simulation_each_rank_is_in_its_own_place(forgets, monkeypatch):
     rank_process.forget_meshes()
 
 
-@pytest.mark.parametrize(("asked", "says"), [
-    (Setting("fdsp", 2), "did you mean `fsdp`"), (Setting("fsdp", 0), "world_size 0"),
-    (Setting("fsdp", 2, rank=2), "rank 2 of 2"), (Setting("fsdp", 2, sequence_length=65), "takes 64"),
-    (Setting("hsdp", 6, shards=4, sequence_length=8), "4 ranks, not 6"),
-    (Setting("tp", 3, sequence_length=8), "does not divide|cannot|3"),
-], ids=lambda value: value if isinstance(value, str) else value.strategy)
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (Setting("fdsp", 2), "did you mean `fsdp`"),
+        (Setting("fsdp", 0), "world_size 0"),
+        (Setting("fsdp", 2, rank=2), "rank 2 of 2"),
+        (Setting("fsdp", 2, sequence_length=65), "takes 64"),
+        (Setting("hsdp", 6, shards=4, sequence_length=8), "4 ranks, not 6"),
+        (Setting("tp", 3, sequence_length=8), "does not divide|cannot|3"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.strategy,
+)
 def test_mistakes_are_named(asked, says):
     with pytest.raises(ConfigError, match=says):
         simulate(tiny(), asked)
@@ -257,10 +295,21 @@ def test_the_formula_beside_it():
 @pytest.mark.parametrize("family", some(["gpt2", "bert", "llama"], "gpt2"))
 def test_attention_with_dropout_keeps_what_fused_kernels_keep(family):
     """On CPUs SDPA with dropout keeps the scores: a formula for GPUs would then be off by their size."""
-    sizes = {"vocab_size": 1000, "num_attention_heads": 8, "num_hidden_layers": 8, "hidden_size": 128,
-             "max_position_embeddings": 512, "intermediate_size": 512, "bos_token_id": 0, "eos_token_id": 0}
-    with_dropout = {"gpt2": {"attn_pdrop": 0.1}, "bert": {"attention_probs_dropout_prob": 0.1},
-                    "llama": {"attention_dropout": 0.1}}[family]
+    sizes = {
+        "vocab_size": 1000,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 8,
+        "hidden_size": 128,
+        "max_position_embeddings": 512,
+        "intermediate_size": 512,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    with_dropout = {
+        "gpt2": {"attn_pdrop": 0.1},
+        "bert": {"attention_probs_dropout_prob": 0.1},
+        "llama": {"attention_dropout": 0.1},
+    }[family]
     asked = Setting("fsdp", 8, micro_batch=2, sequence_length=512)
     held = {}
     for rate in (0.1, 0.0):
@@ -282,8 +331,15 @@ def test_attention_with_dropout_keeps_what_fused_kernels_keep(family):
 @pytest.mark.parametrize("longer", [1, 4], ids=["the peak is after the loss", "the peak is at the loss"])
 def test_the_formula_s_total_counts_what_stands_at_the_same_time(longer):
     """The first holds more gradients than activations at its end, and the second has the most at the loss."""
-    config = LlamaConfig(vocab_size=1000 * longer, hidden_size=256, intermediate_size=512, num_hidden_layers=12,
-                         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512)
+    config = LlamaConfig(
+        vocab_size=1000 * longer,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+    )
     asked = Setting("fsdp", 4, sequence_length=128 * longer)
     result = simulate(config, asked)
     formula = memory.estimate(models.from_config(config.to_dict(), "llama"), asked.plan())
@@ -295,8 +351,15 @@ def test_the_formula_s_total_counts_what_stands_at_the_same_time(longer):
 @pytest.mark.parametrize(("ranks", "words"), [(2, 1000), (4, 8000)])
 def test_tensor_ranks_hold_what_the_formula_says(ranks, words):
     """DTensor makes the gradient of a split embedding whole, and all gradients as activations go."""
-    config = LlamaConfig(vocab_size=words, hidden_size=256, intermediate_size=512, num_hidden_layers=6,
-                         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512)
+    config = LlamaConfig(
+        vocab_size=words,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+    )
     known, asked = models.from_config(config.to_dict(), "llama"), Setting("tp", ranks, sequence_length=256)
     rows = {row.kind: row for row in compare(known, asked, simulate(config, asked))}
     assert max(abs(row.error) for row in rows.values()) < 0.05, rows
@@ -306,8 +369,22 @@ def test_tensor_ranks_hold_what_the_formula_says(ranks, words):
 
 def test_command_prints_json(tmp_path, capsys):
     tiny().save_pretrained(tmp_path)
-    assert cli.main(["simulate", "--model", str(tmp_path), "--world-size", "4", "--sequence-length", "16", "--json",
-                     "--compare-formula"]) == 0
+    assert (
+        cli.main(
+            [
+                "simulate",
+                "--model",
+                str(tmp_path),
+                "--world-size",
+                "4",
+                "--sequence-length",
+                "16",
+                "--json",
+                "--compare-formula",
+            ]
+        )
+        == 0
+    )
     printed = json.loads(capsys.readouterr().out)
     assert list(printed["peak"]) == list(KINDS) and printed["exchanges"][0]["name"] == "all_gather"
     assert [row["kind"] for row in printed["formula"]][3] == "model states"

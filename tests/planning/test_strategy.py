@@ -11,8 +11,14 @@ from course_lib.planning import cost, hardware, layouts, memory, models, strateg
 from course_lib.planning.block_collectives import collective
 from course_lib.planning.plan import Plan
 
-CASES = [("facebook/opt-6.7b", "A100-80", 8, 2048), ("llama-70b", "H100", 1024, 2048), ("gpt2", "T4", 1, 1024),
-         ("facebook/opt-6.7b", "T4", 8, 2048), ("mixtral-8x7b", "H100", 64, 4096), ("bert-large", "V100-32", 4, 512)]
+CASES = [
+    ("facebook/opt-6.7b", "A100-80", 8, 2048),
+    ("llama-70b", "H100", 1024, 2048),
+    ("gpt2", "T4", 1, 1024),
+    ("facebook/opt-6.7b", "T4", 8, 2048),
+    ("mixtral-8x7b", "H100", 64, 4096),
+    ("bert-large", "V100-32", 4, 512),
+]
 
 
 def found_for(name, gpu, gpus, length, batch=None):
@@ -46,8 +52,11 @@ def test_pruning_loses_nothing(name, gpu, gpus, length):
     result = found_for(name, gpu, gpus, length)
     model, batch = result.model, result.best.plan.global_batch
     precision = result.cluster.accelerator.half_precision()
-    every = [plan for layout in strategy.layouts(model, gpus, result.cluster.gpus_per_node, length, batch, precision)
-             for plan in strategy.variants(layout, model)]
+    every = [
+        plan
+        for layout in strategy.layouts(model, gpus, result.cluster.gpus_per_node, length, batch, precision)
+        for plan in strategy.variants(layout, model)
+    ]
     fitting = {plan for plan in every if memory.estimate(model, plan).fits(result.cluster.accelerator.memory)}
     assert {candidate.plan for candidate in result.candidates} == fitting and len(every) >= result.considered > 0
 
@@ -60,8 +69,10 @@ def test_what_would_have_to_change_is_true_and_smallest():
         if failure.remedy.startswith("fits from"):
             gpus = int(failure.remedy.split()[2])
             room = result.cluster.accelerator.memory
-            fits = [memory.estimate(result.model, replace(failure.plan, data=count)).fits(room)
-                    for count in (gpus - 1, gpus)]
+            fits = [
+                memory.estimate(result.model, replace(failure.plan, data=count)).fits(room)
+                for count in (gpus - 1, gpus)
+            ]
             assert fits == [False, True]
             seen += 1
         elif failure.remedy.startswith("fits on"):
@@ -83,11 +94,15 @@ def test_nothing_fits_says_the_smallest_change():
 def test_what_is_unlikely_to_fit_is_no_plan_but_the_nearest():
     """A card that holds the smallest layout by a tenth: published runs say that it fits in a third of cases."""
     model, alone = models.load("gpt2-xl"), hardware.cluster("A100-80", 1)
-    alternatives = [plan for layout in strategy.layouts(model, 1, 1, 1024, 8, "bf16", offload=False)
-                    for plan in strategy.variants(layout, model)]
+    alternatives = [
+        plan
+        for layout in strategy.layouts(model, 1, 1, 1024, 8, "bf16", offload=False)
+        for plan in strategy.variants(layout, model)
+    ]
     smallest = min(memory.estimate(model, plan).total for plan in alternatives)
-    tight = replace(alone, accelerator=replace(alone.accelerator, memory=int(smallest / 0.9 + memory.RUNTIME)),
-                    host_memory=0)
+    tight = replace(
+        alone, accelerator=replace(alone.accelerator, memory=int(smallest / 0.9 + memory.RUNTIME)), host_memory=0
+    )
     with pytest.raises(strategy.NothingFits) as caught:
         strategy.search(model, tight, 1024, 8, families=("DDP",))
     chance = int(re.search(r"the nearest layout \(DDP \+ .* a chance of (\d+)%", str(caught.value))[1])
@@ -99,8 +114,12 @@ def test_what_is_unlikely_to_fit_is_no_plan_but_the_nearest():
 @pytest.mark.parametrize(("length", "batch", "says"), [(4096, None, "takes 1 to 2048"), (2048, 3, "--global-batch 8")])
 def test_what_cannot_be_divided(length, batch, says):
     with pytest.raises(ConfigError, match=says):
-        strategy.search(models.from_config({"model_type": "opt", "num_attention_heads": 1, "num_hidden_layers": 1}),
-                        hardware.cluster("A100-80", 8), length, batch)
+        strategy.search(
+            models.from_config({"model_type": "opt", "num_attention_heads": 1, "num_hidden_layers": 1}),
+            hardware.cluster("A100-80", 8),
+            length,
+            batch,
+        )
 
 
 def test_explained():
@@ -138,8 +157,11 @@ def test_long_sequences_are_split_over_context_ranks():
         assert plan.context_by == "ring" or (32 // plan.tensor) % plan.context == 0
         runs = to_launchers.runs_here(plan, LONG[0])
         assert runs or plan.pipeline > 1
-        assert not runs or plan.engine == "deepspeed" or plan.compiled == (
-            "torch_compile" in to_launchers.options(plan, LONG[0])), "it is counted as it is trained"
+        assert (
+            not runs
+            or plan.engine == "deepspeed"
+            or plan.compiled == ("torch_compile" in to_launchers.options(plan, LONG[0]))
+        ), "it is counted as it is trained"
 
 
 def test_copies_and_shared_experts_are_searched_where_they_divide():
@@ -147,7 +169,8 @@ def test_copies_and_shared_experts_are_searched_where_they_divide():
     plans = list(strategy.layouts(models.load("mixtral-8x7b"), 64, 8, 2048, 64, "bf16"))
     assert {plan.shards for plan in plans if plan.replicas > 1} == {8, 16, 32}
     assert {(plan.expert, plan.stage) for plan in plans if plan.expert > 1} == {
-        (ranks, stage) for ranks in (2, 4, 8) for stage in (0, 1, 2)}
+        (ranks, stage) for ranks in (2, 4, 8) for stage in (0, 1, 2)
+    }
     one_node = list(strategy.layouts(models.load("llama-8b"), 8, 8, 2048, 64, "bf16"))
     assert all(plan.replicas == plan.expert == 1 for plan in one_node)
 
@@ -178,10 +201,16 @@ def test_tokens_travel_to_shared_experts_and_back_in_both_passes():
     assert alone.optimizer == pytest.approx(shared.optimizer), "ZeRO shares all of it either way"
 
 
-@pytest.mark.parametrize("wrong", [
-    {"engine": "ddp", "replicas": 2, "data": 4}, {"engine": "fsdp", "stage": 3, "replicas": 3, "data": 4},
-    {"engine": "ddp", "expert": 2, "data": 4}, {"engine": "megatron", "expert": 3, "data": 4},
-    {"engine": "megatron", "expert": 2, "data": 4, "tensor": 2}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"engine": "ddp", "replicas": 2, "data": 4},
+        {"engine": "fsdp", "stage": 3, "replicas": 3, "data": 4},
+        {"engine": "ddp", "expert": 2, "data": 4},
+        {"engine": "megatron", "expert": 3, "data": 4},
+        {"engine": "megatron", "expert": 2, "data": 4, "tensor": 2},
+    ],
+)
 def test_copies_and_experts_that_cannot_be_are_refused(wrong):
     with pytest.raises(ConfigError, match=r"copies of the model over|experts over"):
         Plan(1024, **wrong)
@@ -202,14 +231,21 @@ def test_losses_are_tried_where_none_is_named():
     assert {candidate.plan for candidate in both.candidates} == linear | {each.plan for each in named.candidates}
 
 
-@pytest.mark.parametrize(("chances", "speeds", "order"), [
-    ((0.9, 0.85, 0.7), (1.0, 2.0, 9.0), (1, 0, 2)), ((0.79, 0.6, 0.5), (1.0, 2.0, 3.0), (2, 1, 0)),
-    ((0.8, 0.79, 0.5), (1.0, 9.0, 9.0), (0, 1, 2))])
+@pytest.mark.parametrize(
+    ("chances", "speeds", "order"),
+    [
+        ((0.9, 0.85, 0.7), (1.0, 2.0, 9.0), (1, 0, 2)),
+        ((0.79, 0.6, 0.5), (1.0, 2.0, 3.0), (2, 1, 0)),
+        ((0.8, 0.79, 0.5), (1.0, 9.0, 9.0), (0, 1, 2)),
+    ],
+)
 def test_what_leads(chances, speeds, order):
     """The fastest of 80 % or more, then the fastest of the others."""
     first = strategy.search(models.load("gpt2"), hardware.cluster("A100-80", 1), 1024).best
-    tried = [replace(first, chance=chance, cost=replace(first.cost, tokens=int(1e6 * speed)))
-             for chance, speed in zip(chances, speeds, strict=True)]
+    tried = [
+        replace(first, chance=chance, cost=replace(first.cost, tokens=int(1e6 * speed)))
+        for chance, speed in zip(chances, speeds, strict=True)
+    ]
     assert sorted(range(3), key=lambda number: strategy.place(tried[number])) == list(order)
 
 
@@ -223,30 +259,46 @@ def test_for_our_trainer_what_it_runs_comes_first_but_nothing_unlikely():
     faster = found.best.cost.tokens_per_second / ours.best.cost.tokens_per_second - 1
     assert "is the fastest that `course train` runs of" in said[0]
     assert said[1].startswith(f"Faster by {faster:.0%} with the Hugging Face Trainer: {found.best.plan.strategy}, ")
-    unlikely = replace(found, candidates=[replace(each, chance=0.3) if to_launchers.runs_here(each.plan, found.model)
-                                          else each for each in found.candidates])
+    unlikely = replace(
+        found,
+        candidates=[
+            replace(each, chance=0.3) if to_launchers.runs_here(each.plan, found.model) else each
+            for each in found.candidates
+        ],
+    )
     assert unlikely.for_our_trainer().best == found.best, "what fits comes before what has a command"
 
 
 def test_more_gpus_for_split_sequences_are_counted_with_their_context_ranks():
     model, cluster = models.load("llama-70b"), hardware.cluster("H100", 8)
-    plan = next(replace(each, checkpointing="full") for each in strategy.layouts(model, 8, 8, 8192, 8, "bf16")
-                if (each.engine, each.context, each.tensor, each.offload) == ("fsdp", 4, 1, "none"))
+    plan = next(
+        replace(each, checkpointing="full")
+        for each in strategy.layouts(model, 8, 8, 8192, 8, "bf16")
+        if (each.engine, each.context, each.tensor, each.offload) == ("fsdp", 4, 1, "none")
+    )
     said = strategy.remedy(model, cluster, plan)
     gpus = int(said.removeprefix("fits from ").split()[0])
-    fits = [memory.estimate(model, replace(plan, data=count // 4)).fits(cluster.accelerator.memory)
-            for count in (gpus - 4, gpus)]
+    fits = [
+        memory.estimate(model, replace(plan, data=count // 4)).fits(cluster.accelerator.memory)
+        for count in (gpus - 4, gpus)
+    ]
     assert gpus % 4 == 0 and fits == [False, True]
 
 
 def test_no_search_leads_with_a_low_chance_where_it_has_a_better_one():
     """Over sizes, GPUs, counts and lengths: the rule on the page, held against all that was found."""
     led = []
-    for name, gpu, gpus, length in [("gpt2", "T4", 4, 1024), ("llama-8b", "A100-40", 8, 8192), *(
-            ("llama-8b", "H100", gpus, 131072) for gpus in (8, 64)), ("llama-70b", "H100", 64, 32768),
-            ("facebook/opt-13b", "RTX-4090", 8, 2048), ("qwen2.5-7b", "A10G", 16, 4096)]:
-        found = strategy.search(models.load(name), hardware.cluster(gpu, gpus), length,
-                                losses=("chunked", "linear")).for_our_trainer()
+    for name, gpu, gpus, length in [
+        ("gpt2", "T4", 4, 1024),
+        ("llama-8b", "A100-40", 8, 8192),
+        *(("llama-8b", "H100", gpus, 131072) for gpus in (8, 64)),
+        ("llama-70b", "H100", 64, 32768),
+        ("facebook/opt-13b", "RTX-4090", 8, 2048),
+        ("qwen2.5-7b", "A10G", 16, 4096),
+    ]:
+        found = strategy.search(
+            models.load(name), hardware.cluster(gpu, gpus), length, losses=("chunked", "linear")
+        ).for_our_trainer()
         best, chances = found.best, [candidate.chance for candidate in found.candidates]
         assert best.chance >= strategy.LIKELY or max(chances) < strategy.LIKELY
         assert min(chances) >= strategy.AT_LEAST

@@ -16,8 +16,9 @@ def test_every_place_holds_the_best_or_says_why_not(places):
     seen = [place for row in places for place in row]
     assert len({(place.model.name, place.gpus) for place in seen}) == 49
     empty = [place for place in seen if place.best is None]
-    assert 4 <= len(empty) < 25 and all("it fits with" in place.why_not or "take a smaller" in place.why_not
-                                        for place in empty)
+    assert 4 <= len(empty) < 25 and all(
+        "it fits with" in place.why_not or "take a smaller" in place.why_not for place in empty
+    )
     for row in places:  # who holds it on some GPUs holds it on more
         there = [place.best is not None for place in row]
         assert there == sorted(there)
@@ -44,9 +45,12 @@ def test_equals_are_closer_than_a_tie_and_the_simplest_comes_first(places):
 def test_the_rule_that_is_printed_is_the_rule_that_is_counted():
     assert strategy_map.rule_in_words() == (
         "below a billion parameters, DDP; up to ten billion, DDP on up to 2 GPUs and FSDP on more; "
-        "beyond that, offload on up to 4 GPUs and ZeRO-3 on more")
-    assert [strategy_map.rule_of_thumb(size, gpus) for size, gpus in (
-        (124e6, 64), (6.7e9, 2), (6.7e9, 4), (70e9, 4), (70e9, 8))] == ["DDP", "DDP", "FSDP", "offload", "ZeRO-3"]
+        "beyond that, offload on up to 4 GPUs and ZeRO-3 on more"
+    )
+    assert [
+        strategy_map.rule_of_thumb(size, gpus)
+        for size, gpus in ((124e6, 64), (6.7e9, 2), (6.7e9, 4), (70e9, 4), (70e9, 8))
+    ] == ["DDP", "DDP", "FSDP", "offload", "ZeRO-3"]
 
 
 def test_where_the_search_differs_from_the_rule(places):

@@ -18,21 +18,35 @@ from course_lib.parallel.tensor_plans import PLANS
 from course_lib.planning import hardware, models, strategy, to_launchers
 
 CASES = {  # by family: the options of `course plan`, and what lies beside the files that every plan has
-    "DDP": ("--model gpt2 --gpu ml.p4d.24xlarge --families DDP --sequence-length 512",
-            ["training_arguments.json", "sagemaker.sh"]),
-    "ZeRO-3": ("--model facebook/opt-6.7b --gpu A100-80 --gpus 16 --families ZeRO-3",
-               ["deepspeed.json", "training_arguments.json", "sagemaker.sh"]),
-    "offload": ("--model facebook/opt-6.7b --gpu A100-40 --gpus 8 --max-memory-gb 12 --families ZeRO-3",
-                ["deepspeed.json", "training_arguments.json", "sagemaker.sh"]),
-    "FSDP offload": ("--model facebook/opt-6.7b --gpu A100-40 --gpus 8 --max-memory-gb 12 --families FSDP",
-                     ["training_arguments.json", "sagemaker.sh"]),
-    "FSDP": ("--model llama-8b --gpu RTX-4090 --gpus 16 --families FSDP --sequence-length 512 --global-batch 64",
-             ["training_arguments.json"]),
+    "DDP": (
+        "--model gpt2 --gpu ml.p4d.24xlarge --families DDP --sequence-length 512",
+        ["training_arguments.json", "sagemaker.sh"],
+    ),
+    "ZeRO-3": (
+        "--model facebook/opt-6.7b --gpu A100-80 --gpus 16 --families ZeRO-3",
+        ["deepspeed.json", "training_arguments.json", "sagemaker.sh"],
+    ),
+    "offload": (
+        "--model facebook/opt-6.7b --gpu A100-40 --gpus 8 --max-memory-gb 12 --families ZeRO-3",
+        ["deepspeed.json", "training_arguments.json", "sagemaker.sh"],
+    ),
+    "FSDP offload": (
+        "--model facebook/opt-6.7b --gpu A100-40 --gpus 8 --max-memory-gb 12 --families FSDP",
+        ["training_arguments.json", "sagemaker.sh"],
+    ),
+    "FSDP": (
+        "--model llama-8b --gpu RTX-4090 --gpus 16 --families FSDP --sequence-length 512 --global-batch 64",
+        ["training_arguments.json"],
+    ),
     "pipeline": ("--model gpt2-xl --gpu H100 --gpus 8 --families 3-D --sequence-length 512", ["sagemaker.sh"]),
-    "masked": ("--model bert-base-uncased --gpu T4 --gpus 4 --families ZeRO-2 --sequence-length 128",
-               ["deepspeed.json", "training_arguments.json", "sagemaker.sh"]),
-    "large vocabulary, offload": ("--model gemma-2b --gpu T4 --gpus 4 --families ZeRO-2 --sequence-length 512",
-                                  ["deepspeed.json", "training_arguments.json", "sagemaker.sh"]),
+    "masked": (
+        "--model bert-base-uncased --gpu T4 --gpus 4 --families ZeRO-2 --sequence-length 128",
+        ["deepspeed.json", "training_arguments.json", "sagemaker.sh"],
+    ),
+    "large vocabulary, offload": (
+        "--model gemma-2b --gpu T4 --gpus 4 --families ZeRO-2 --sequence-length 512",
+        ["deepspeed.json", "training_arguments.json", "sagemaker.sh"],
+    ),
 }
 EVERY = ["course.yaml", "accelerate.yaml", "torchrun.sh", "job.sbatch", "skypilot.yaml"]
 
@@ -71,6 +85,7 @@ def test_each_file_is_read_by_its_tool(emitted, monkeypatch):
         raw = json.loads((folder / "deepspeed.json").read_text())
         monkeypatch.setenv("WORLD_SIZE", "1")
         from deepspeed.runtime.config import DeepSpeedConfig  # takes seconds to import
+
         read = DeepSpeedConfig(raw)
         assert read.zero_config.stage == int(config.parallel.strategy[-1])
         assert (read.zero_config.offload_optimizer is not None) == name.endswith("offload")
@@ -83,7 +98,7 @@ def test_each_file_is_read_by_its_tool(emitted, monkeypatch):
         assert set(raw) <= known
         assert raw["per_device_train_batch_size"] == config.run.batch_size
         portable = {key: value for key, value in raw.items() if key not in ("bf16", "fp16", "fsdp", "deepspeed")}
-        parsed, = HfArgumentParser(TrainingArguments).parse_dict(portable | {"use_cpu": True})
+        (parsed,) = HfArgumentParser(TrainingArguments).parse_dict(portable | {"use_cpu": True})
         assert parsed.gradient_accumulation_steps == config.run.gradient_accumulation_steps
 
 
@@ -115,28 +130,35 @@ def test_every_layout_up_to_eight_gpus_can_be_trained():
     for name in ("gpt2-xl", "llama-7b"):
         for gpus in (2, 4, 8):
             found = strategy.search(models.load(name), hardware.cluster("H100", gpus), 1024, 8 * gpus)
-            layouts = {(plan.engine, plan.stage, plan.tensor, plan.pipeline, plan.schedule): plan
-                       for plan in (each.plan for each in found.candidates)}
+            layouts = {
+                (plan.engine, plan.stage, plan.tensor, plan.pipeline, plan.schedule): plan
+                for plan in (each.plan for each in found.candidates)
+            }
             for plan in layouts.values():
                 config = build(to_launchers.options(plan, found.model) | {"num_processes": gpus})
                 sizes = config.parallel.tensor_parallel_size, config.pipeline.pipeline_parallel_size or 1
                 assert sizes == (plan.tensor, plan.pipeline)
-                assert f"--tensor_parallel_size {plan.tensor}" in to_launchers.launch_line(
-                    plan, gpus, found.model) or plan.tensor == 1
+                assert (
+                    f"--tensor_parallel_size {plan.tensor}" in to_launchers.launch_line(plan, gpus, found.model)
+                    or plan.tensor == 1
+                )
                 seen[config.parallel.strategy, plan.tensor > 1, plan.pipeline > 1] += 1
     wanted = [("zero1", True, False), ("fsdp", True, False), ("zero1", True, True), ("ddp", True, True)]
     assert all(seen[each] for each in wanted), seen
 
 
-@pytest.mark.parametrize(("options", "line"), [
-    ("--model gpt2 --gpu A100-80 --gpus 12 --emit {}/x", "whole number of nodes"),
-    ("--model t5-small --gpu A100-80 --gpus 8 --sequence-length 512 --emit {}/x", "encoder with a decoder"),
-    ("--model gpt2 --gpu A100-80 --emit {}/file/x", "cannot write"),
-    ("--model gpt2 --gpu A100-80 --families ZeRO-4", "ZeRO-3"),
-    ("--model gpt2 --gpu A100-80 --what-if gpus=8 --emit {}/x", "several plans"),
-    ("--model gpt2 --gpu A100-80 --what-if colour=8", "OPTION=A,B,C"),
-    ("--model gpt2 --gpu A100-80 --what-if gpus=eight", "is no number"),
-])
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("--model gpt2 --gpu A100-80 --gpus 12 --emit {}/x", "whole number of nodes"),
+        ("--model t5-small --gpu A100-80 --gpus 8 --sequence-length 512 --emit {}/x", "encoder with a decoder"),
+        ("--model gpt2 --gpu A100-80 --emit {}/file/x", "cannot write"),
+        ("--model gpt2 --gpu A100-80 --families ZeRO-4", "ZeRO-3"),
+        ("--model gpt2 --gpu A100-80 --what-if gpus=8 --emit {}/x", "several plans"),
+        ("--model gpt2 --gpu A100-80 --what-if colour=8", "OPTION=A,B,C"),
+        ("--model gpt2 --gpu A100-80 --what-if gpus=eight", "is no number"),
+    ],
+)
 def test_mistakes_write_nothing(options, line, tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
     assert cli.main(["plan", *options.format(tmp_path).split()]) == 2

@@ -24,9 +24,17 @@ from course_lib.training.loss import CHUNK_BYTES, summed_loss
 
 
 def llama(vocab=4000, layers=4):
-    return LlamaConfig(vocab_size=vocab, hidden_size=128, intermediate_size=256, num_hidden_layers=layers,
-                       num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024, use_cache=False,
-                       attn_implementation="sdpa")
+    return LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
 
 
 def known(config):

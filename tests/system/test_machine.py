@@ -102,17 +102,26 @@ def test_describe_agrees_with_other_sources(endpoint):
 
 
 if hasattr(os, "sched_setaffinity"):  # macOS has no affinity to count
+
     def test_affinity_is_counted():
-        code = ("import os; from course_lib.launching.cores import usable_cores;"
-                "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(usable_cores())")
+        code = (
+            "import os; from course_lib.launching.cores import usable_cores;"
+            "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(usable_cores())"
+        )
         assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=240).stdout == b"1\n"
 
 
-@pytest.mark.parametrize(("files", "quota"), [
-    ({"cpu.max": "150000 100000"}, 2), ({"cpu.max": "20000 100000"}, 1), ({"cpu.max": "max 100000"}, 64), ({}, 64),
-    ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
-    ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
-])
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"cpu.max": "150000 100000"}, 2),
+        ({"cpu.max": "20000 100000"}, 1),
+        ({"cpu.max": "max 100000"}, 64),
+        ({}, 64),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+    ],
+)
 def test_a_containers_share_of_the_cpu_is_counted(tmp_path, monkeypatch, files, quota):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     (tmp_path / "cpu").mkdir()
@@ -123,22 +132,27 @@ def test_a_containers_share_of_the_cpu_is_counted(tmp_path, monkeypatch, files, 
 
 def test_version_does_not_import():
     assert machine.version("no-such-distribution") is None
-    code = ("import sys; from course_lib.system import machine;"
-            "print([machine.version(n) for n in machine.ENGINES]);"
-            "print([m for m in ('deepspeed', 'accelerate', 'wandb', 'datasets') if m in sys.modules])")
+    code = (
+        "import sys; from course_lib.system import machine;"
+        "print([machine.version(n) for n in machine.ENGINES]);"
+        "print([m for m in ('deepspeed', 'accelerate', 'wandb', 'datasets') if m in sys.modules])"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True).stdout
     assert out.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize(("line", "files", "limit"), [
-    ("0::/box/inner", {"box/memory.max": "3000", "box/inner/memory.max": "max"}, 3000),
-    ("0::/box/inner", {"box/memory.max": "3000", "box/inner/memory.max": "2000"}, 2000),
-    ("0::/", {"memory.max": "1000"}, 1000),
-    ("0::/box", {"box/memory.max": "max"}, None),
-    ("4:memory:/job", {"memory/job/memory.limit_in_bytes": "4000"}, 4000),
-    ("9:cpu,memory:/", {"memory/memory.limit_in_bytes": "5000"}, 5000),
-    ("2:cpu:/job", {"memory/job/memory.limit_in_bytes": "4000"}, None),
-])
+@pytest.mark.parametrize(
+    ("line", "files", "limit"),
+    [
+        ("0::/box/inner", {"box/memory.max": "3000", "box/inner/memory.max": "max"}, 3000),
+        ("0::/box/inner", {"box/memory.max": "3000", "box/inner/memory.max": "2000"}, 2000),
+        ("0::/", {"memory.max": "1000"}, 1000),
+        ("0::/box", {"box/memory.max": "max"}, None),
+        ("4:memory:/job", {"memory/job/memory.limit_in_bytes": "4000"}, 4000),
+        ("9:cpu,memory:/", {"memory/memory.limit_in_bytes": "5000"}, 5000),
+        ("2:cpu:/job", {"memory/job/memory.limit_in_bytes": "4000"}, None),
+    ],
+)
 def test_memory_limits_of_containers(tmp_path, line, files, limit):
     proc, root = tmp_path / "cgroup", tmp_path / "fs"
     proc.write_text(line + "\n")
@@ -152,13 +166,16 @@ def test_no_cgroups_no_limit(tmp_path):
     assert machine.cgroup_memory_limit(tmp_path / "absent", tmp_path) is None
 
 
-@pytest.mark.parametrize(("features", "native"), [
-    ({"avx2": True, "avx512_f": True, "avx512_bf16": False}, False),  # converts, slower than fp32
-    ({"avx512_f": True, "avx512_bf16": True}, True),
-    ({"amx_bf16": True}, True),
-    ({"neon": True, "bf16": False}, False),
-    ({"neon": True, "bf16": True}, True),
-])
+@pytest.mark.parametrize(
+    ("features", "native"),
+    [
+        ({"avx2": True, "avx512_f": True, "avx512_bf16": False}, False),  # converts, slower than fp32
+        ({"avx512_f": True, "avx512_bf16": True}, True),
+        ({"amx_bf16": True}, True),
+        ({"neon": True, "bf16": False}, False),
+        ({"neon": True, "bf16": True}, True),
+    ],
+)
 def test_bf16_is_native_only_with_the_instructions(monkeypatch, features, native):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
     monkeypatch.setattr(sys, "platform", "linux")

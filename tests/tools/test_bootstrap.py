@@ -123,10 +123,15 @@ def test_two_setups_at_once_install_once(bootstrap, installs, monkeypatch):
 # --- what it runs
 
 
-@pytest.mark.parametrize(("gpu", "reachable", "system", "extra"), [
-    (False, True, "linux", True), (False, False, "linux", False), (True, True, "linux", False),
-    (False, True, "darwin", False),
-])
+@pytest.mark.parametrize(
+    ("gpu", "reachable", "system", "extra"),
+    [
+        (False, True, "linux", True),
+        (False, False, "linux", False),
+        (True, True, "linux", False),
+        (False, True, "darwin", False),
+    ],
+)
 def test_torch_comes_without_cuda_where_there_is_no_gpu(bootstrap, monkeypatch, gpu, reachable, system, extra):
     ran = []
     monkeypatch.setattr(bootstrap, "gpu_answers", lambda: gpu)
@@ -165,15 +170,21 @@ def test_pip_installs_where_uv_cannot(bootstrap, monkeypatch, capsys, failing):
 
 
 def test_uv_is_told_what_pip_is_told(bootstrap, monkeypatch, tmp_path):
-    (tmp_path / "pip.conf").write_text("[global]\nindex-url = https://one.example\ntrusted-host = one.example\n"
-                                       "extra-index-url = https://two.example https://three.example\n")
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nindex-url = https://one.example\ntrusted-host = one.example\n"
+        "extra-index-url = https://two.example https://three.example\n"
+    )
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
     monkeypatch.setenv("PIP_INDEX_URL", "https://four.example")
     command, _ = bootstrap.uv_command(Path(sys.prefix), "install", "constraints.txt")
     asked = ("--index-url", "--extra-index-url", "--allow-insecure-host")
-    told = [command[i:i + 2] for i, part in enumerate(command) if part in asked]
-    assert told == [["--index-url", "https://four.example"], ["--extra-index-url", "https://two.example"],
-                    ["--extra-index-url", "https://three.example"], ["--allow-insecure-host", "one.example"]]
+    told = [command[i : i + 2] for i, part in enumerate(command) if part in asked]
+    assert told == [
+        ["--index-url", "https://four.example"],
+        ["--extra-index-url", "https://two.example"],
+        ["--extra-index-url", "https://three.example"],
+        ["--allow-insecure-host", "one.example"],
+    ]
 
 
 def test_new_pins_are_resolved_and_nothing_is_installed_but_uv(bootstrap, monkeypatch, capsys):
@@ -200,12 +211,18 @@ def test_new_pins_are_resolved_and_nothing_is_installed_but_uv(bootstrap, monkey
     assert written == bootstrap.PINS_HEADER + "torch==2.13.0\nuv==0.13.1\n", "torch for GPUs has that version, too"
 
 
-@pytest.mark.parametrize(("gpus", "line"), [
-    (0, "ACCELERATE_USE_CPU=true .venv/bin/accelerate launch --config_file configs/accelerate/cpu2.yaml "
-        "--num_cpu_threads_per_process 3"),
-    (1, ".venv/bin/accelerate launch --config_file configs/accelerate/gpu.yaml"),
-    (4, ".venv/bin/accelerate launch --config_file configs/accelerate/multi-gpu.yaml --num_processes 4"),
-])
+@pytest.mark.parametrize(
+    ("gpus", "line"),
+    [
+        (
+            0,
+            "ACCELERATE_USE_CPU=true .venv/bin/accelerate launch --config_file configs/accelerate/cpu2.yaml "
+            "--num_cpu_threads_per_process 3",
+        ),
+        (1, ".venv/bin/accelerate launch --config_file configs/accelerate/gpu.yaml"),
+        (4, ".venv/bin/accelerate launch --config_file configs/accelerate/multi-gpu.yaml --num_processes 4"),
+    ],
+)
 def test_the_launcher_uses_the_machine(bootstrap, monkeypatch, capsys, gpus, line):
     seen = subprocess.CompletedProcess([], 0, stdout=f"{gpus}\n")
     monkeypatch.setattr(bootstrap, "gpu_answers", lambda: True)
@@ -221,13 +238,16 @@ def test_a_phase_is_one_line_with_its_seconds(bootstrap, capsys):
     assert capsys.readouterr().out.startswith("  thing ... ")
 
 
-@pytest.mark.parametrize(("said", "advice"), [
-    ("OSError: [Errno 28] No space left on device", "free some disk"),
-    ("THESE PACKAGES DO NOT MATCH THE HASHES", "not the one that was pinned"),
-    ("NewConnectionError('[Errno -3] Temporary failure in name resolution')", "check the network"),
-    ("ERROR: No matching distribution found for torch", "PYTHON=python3.11"),
-    ("something new", "mend what they name"),
-])
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("OSError: [Errno 28] No space left on device", "free some disk"),
+        ("THESE PACKAGES DO NOT MATCH THE HASHES", "not the one that was pinned"),
+        ("NewConnectionError('[Errno -3] Temporary failure in name resolution')", "check the network"),
+        ("ERROR: No matching distribution found for torch", "PYTHON=python3.11"),
+        ("something new", "mend what they name"),
+    ],
+)
 def test_a_failure_shows_its_last_lines_and_what_to_do(bootstrap, capsys, said, advice):
     noise = f"for i in range(100): print('line', i)\nprint({said!r})\nraise SystemExit(3)"
     with pytest.raises(bootstrap.SetupError, match=advice) as failure:

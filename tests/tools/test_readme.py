@@ -45,6 +45,10 @@ def test_every_page_it_names_is_there_and_every_page_of_docs_is_named():
     for page in ROOT.glob("docs/*.md"):
         links = [page.parent / link for link in re.findall(r"\]\((?!http|#)([^)#\s]+)", page.read_text("utf-8"))]
         assert not [link for link in links if not link.exists()], page
-    reachable = {link for name in linked if name.endswith(".md")
-                 for link in re.findall(r"(?:docs/)?([\w-]+\.md)", (ROOT / name).read_text("utf-8"))}
+    reachable = {
+        link
+        for name in linked
+        if name.endswith(".md")
+        for link in re.findall(r"(?:docs/)?([\w-]+\.md)", (ROOT / name).read_text("utf-8"))
+    }
     assert {path.name for path in ROOT.glob("docs/*.md")} <= reachable | {Path(link).name for link in linked}

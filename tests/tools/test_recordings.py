@@ -45,5 +45,6 @@ def test_each_lesson_s_ranks_return_and_talk_and_a_fault_shows_whom_the_others_w
             assert how == ["never returned"] * 3 and all(lane["end"]["waits_for"] for lane in entry["ranks"])
         else:
             assert set(how) == {"returned"} and all(link["fits"] for link in entry["links"])
-            assert len(entry["links"]) >= 2 and all(call[1] is not None for lane in entry["ranks"]
-                                                     for call in lane["calls"])
+            assert len(entry["links"]) >= 2 and all(
+                call[1] is not None for lane in entry["ranks"] for call in lane["calls"]
+            )

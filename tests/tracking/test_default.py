@@ -32,7 +32,7 @@ def runs_folder(tmp_path, monkeypatch):
     for number, name in enumerate(("first", "second")):
         tracker = TrackioTracker(RunInfo(f"id{number}", name, "project", "pair", tmp_path / "runs" / name / "tracking"))
         tracker.start()
-        tracker.store_init_configuration({"learning_rate": 10.0 ** -number})
+        tracker.store_init_configuration({"learning_rate": 10.0**-number})
         tracker.log({"train/loss": 1.0 + number}, 10)
         tracker.table("test/wrong_predictions", ("row", "text"), [[4, "a text"], [5, "<b>another</b>"]], 10)
         tracker.confusion("test/confusion_matrix", ("yes", "no"), [[3, 1], [2, 4]], 10)
@@ -46,8 +46,9 @@ def runs_folder(tmp_path, monkeypatch):
 def test_the_default_is_trackio_and_a_variable_sets_another():
     def default(**environment):
         program = "from course_lib.config import Config; print(Config().tracking.tracker)"
-        return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
-                              env=rest | environment).stdout.strip()
+        return subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=rest | environment
+        ).stdout.strip()
 
     rest = {name: value for name, value in os.environ.items() if name != "COURSE_TRACKER"}
     assert default() == "trackio" and default(COURSE_TRACKER="jsonl") == "jsonl"
@@ -59,12 +60,15 @@ def test_each_run_keeps_its_own_database_with_its_tables(runs_folder, monkeypatc
     second.finish()
     runs_read = read_runs(folder)
     assert [(run.name, run.state, run.group, run.id) for run in runs_read] == [
-        ("first", "finished", "pair", "id0"), ("second", "finished", "pair", "id1")]
+        ("first", "finished", "pair", "id0"),
+        ("second", "finished", "pair", "id1"),
+    ]
     assert runs_read[0].folder == folder / "first" / "tracking" / "trackio" != runs_read[1].folder
     assert runs_read[1].config["learning_rate"] == 0.1
     assert runs_read[0].tables == {
         "test/wrong_predictions": (["row", "text"], [[4, "a text"], [5, "<b>another</b>"]]),
-        "test/confusion_matrix": (["actual", "yes", "no"], [["yes", 3, 1], ["no", 2, 4]])}
+        "test/confusion_matrix": (["actual", "yes", "no"], [["yes", 3, 1], ["no", 2, 4]]),
+    }
     monkeypatch.setenv("TRACKIO_DIR", str(folder / "shared"))
     assert TrackioTracker(second.info).folder == folder / "shared"
 
@@ -83,8 +87,9 @@ def test_the_hub_is_not_asked_for_the_users_name(monkeypatch, tmp_path):
 
 def asked(port, path, host=None, **data):
     headers = {"Content-Type": "application/json"} | ({"Host": host} if host else {})
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", json.dumps(data).encode() if data else None,
-                                     headers)
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/{path}", json.dumps(data).encode() if data else None, headers
+    )
     with urllib.request.urlopen(request, timeout=300) as answer:
         return answer.headers, answer.read().decode()
 
@@ -97,8 +102,22 @@ def once(look, wanted):
 @pytest.fixture
 def served(runs_folder):
     """The command as a process of its own, as trackio's folder is the process's; gives the port."""
-    process = subprocess.Popen([sys.executable, "-m", "course_lib", "dashboard", str(runs_folder[0]), "--no_browser",
-                                "--port", "0", "--refresh", "1"], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "course_lib",
+            "dashboard",
+            str(runs_folder[0]),
+            "--no_browser",
+            "--port",
+            "0",
+            "--refresh",
+            "1",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         line = process.stdout.readline()
         assert line.startswith("dashboard: http://127.0.0.1:") and "(trackio;" in line
@@ -182,9 +201,14 @@ def test_a_step_does_not_wait_for_a_tracker_and_the_end_of_the_run_does(tmp_path
 
 def test_histograms_of_many_tensors_are_those_of_each():
     generator = torch.Generator().manual_seed(0)
-    tensors = {"a": torch.randn(300, generator=generator), "b": torch.full((4,), 2.0), "empty": torch.empty(0),
-               "c": torch.tensor([1.0, float("nan"), float("inf"), 3.0]), "d": torch.tensor([float("nan")]),
-               "e": torch.randn(50, generator=generator).bfloat16()}
+    tensors = {
+        "a": torch.randn(300, generator=generator),
+        "b": torch.full((4,), 2.0),
+        "empty": torch.empty(0),
+        "c": torch.tensor([1.0, float("nan"), float("inf"), 3.0]),
+        "d": torch.tensor([float("nan")]),
+        "e": torch.randn(50, generator=generator).bfloat16(),
+    }
     drawn = histograms(tensors)
     assert list(drawn) == ["a", "b", "c", "d", "e"]
     assert {name: sum(h.counts) for name, h in drawn.items()} == {"a": 300, "b": 4, "c": 2, "d": 0, "e": 50}

@@ -33,7 +33,9 @@ def test_a_key_of_any_shape_is_hidden_once_it_is_in_the_environment(monkeypatch)
     monkeypatch.setenv("WANDB_API_KEY", key)
     assert redact(f"key {key}") == f"key {HIDDEN}"
     assert redacted({"note": [f"a {key}"], "depth": {"hf_token": "plain", "max_steps": 3}}) == {
-        "note": [f"a {HIDDEN}"], "depth": {"hf_token": HIDDEN, "max_steps": 3}}
+        "note": [f"a {HIDDEN}"],
+        "depth": {"hf_token": HIDDEN, "max_steps": 3},
+    }
 
 
 def test_ordinary_words_stay(monkeypatch):
@@ -42,7 +44,12 @@ def test_ordinary_words_stay(monkeypatch):
     config = {"loss_weighting": "token", "model": "minilm", "revision": "0" * 40, "password": None}
     assert redacted(config) == config
     assert [is_secret(name) for name in ("HF_TOKEN", "api_key", "AWS_SECRET_ACCESS_KEY", "tokens", "monkey")] == [
-        True, True, True, False, False]
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_an_env_file_is_read_and_a_wrong_line_is_named_but_not_shown(tmp_path):
@@ -63,8 +70,10 @@ def test_no_error_of_the_command_line_shows_a_key(monkeypatch, capsys, tmp_path)
     assert main(["train", "--config", f"{tmp_path}/{key}.yaml"]) == ConfigError.exit_code
     told = capsys.readouterr().err
     assert key not in told and f"no config file {tmp_path}/{HIDDEN}.yaml" in told
-    program = (f"import sys\nfrom course_lib import cli\ndef fail(*_):\n    raise ValueError('refused {key}')\n"
-               "cli.COMMANDS[0].run = fail\nsys.exit(cli.main(['train']))\n")
+    program = (
+        f"import sys\nfrom course_lib import cli\ndef fail(*_):\n    raise ValueError('refused {key}')\n"
+        "cli.COMMANDS[0].run = fail\nsys.exit(cli.main(['train']))\n"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and f"ValueError: refused {HIDDEN}" in done.stderr and key not in done.stderr
     assert "Traceback" in done.stderr

@@ -85,8 +85,10 @@ def test_the_command_lists_runs_with_what_they_differ_in(runs_folder, capsys):
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["run", "state", "steps", "test/macro_f1", "learning_rate", "train/loss"]
     assert sorted(line.split()[:5] for line in lines) == [
-        ["fast", "finished", "3", "0.75", "0.001"], ["other", "finished", "3", "0.001", "2.333"],
-        ["slow", "finished", "3", "0.5", "1e-05"]]
+        ["fast", "finished", "3", "0.75", "0.001"],
+        ["other", "finished", "3", "0.001", "2.333"],
+        ["slow", "finished", "3", "0.5", "1e-05"],
+    ]
     assert main(["runs", str(runs_folder), "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {row["name"]: row.get("test/macro_f1") for row in rows} == {"slow": 0.5, "fast": 0.75, "other": None}
@@ -112,13 +114,37 @@ def wide_runs(tmp_path):
     """Four runs on one file, without a test split, that differ in many fields."""
     folder = tmp_path / "wide"
     for i in range(4):
-        config = {"learning_rate": 10.0 ** -i, "batch_size": 2**i, "model": f"sentence-transformers/model-{'x' * i}",
-                  "progress_bar": i % 2 == 0, "save_total_limit": i, "text_column": f"column{i}", "watchdog": 60.0 * i,
-                  "logging_steps": i + 1, "weight_decay": i / 7, "max_length": 32 + i, "num_epochs": i + 0.5,
-                  "warmup_ratio": i / 3, "gradient_accumulation_steps": i + 1, "mine": i, "task": "classification"}
-        tracked(folder, f"a-run-with-a-name-{i}", config,
-                {"train/loss": 1 / 3, "train/samples_per_second": 123.456, "eval/macro_f1": 0.5, "eval/accuracy": 0.6,
-                 "validation/loss": 0.7, "validation/accuracy": 0.8125, "validation/macro_f1": 0.75 + i / 100})
+        config = {
+            "learning_rate": 10.0**-i,
+            "batch_size": 2**i,
+            "model": f"sentence-transformers/model-{'x' * i}",
+            "progress_bar": i % 2 == 0,
+            "save_total_limit": i,
+            "text_column": f"column{i}",
+            "watchdog": 60.0 * i,
+            "logging_steps": i + 1,
+            "weight_decay": i / 7,
+            "max_length": 32 + i,
+            "num_epochs": i + 0.5,
+            "warmup_ratio": i / 3,
+            "gradient_accumulation_steps": i + 1,
+            "mine": i,
+            "task": "classification",
+        }
+        tracked(
+            folder,
+            f"a-run-with-a-name-{i}",
+            config,
+            {
+                "train/loss": 1 / 3,
+                "train/samples_per_second": 123.456,
+                "eval/macro_f1": 0.5,
+                "eval/accuracy": 0.6,
+                "validation/loss": 0.7,
+                "validation/accuracy": 0.8125,
+                "validation/macro_f1": 0.75 + i / 100,
+            },
+        )
     return folder
 
 
@@ -223,6 +249,7 @@ def test_a_port_that_is_taken_is_one_line(runs_folder, capsys):
         taken.listen()
         port = taken.getsockname()[1]
         assert main(["dashboard", str(runs_folder), "--no-browser", "--port", str(port)]) == ConfigError.exit_code
-    assert capsys.readouterr().err == (f"course: port {port} on 127.0.0.1 is taken: give another --port, "
-                                       "or 0 for any that is free\n")
+    assert capsys.readouterr().err == (
+        f"course: port {port} on 127.0.0.1 is taken: give another --port, or 0 for any that is free\n"
+    )
     assert main(["dashboard", str(Path(runs_folder) / "none")]) == ConfigError.exit_code

@@ -18,9 +18,22 @@ from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.tracking import TrackingCallback
 from course_lib.training.run import build_trainer
 
-QUICK = {"model": "tiny-bert", "training_type": "basic", "max_train_samples": 44, "max_eval_samples": 33,
-         "max_length": 32, "max_steps": 6, "logging_steps": 2, "eval_steps": 3, "save_steps": 4, "device": "cpu",
-         "progress_bar": False, "baselines": False, "learning_rate": 1e-3, "tracker": "jsonl"}
+QUICK = {
+    "model": "tiny-bert",
+    "training_type": "basic",
+    "max_train_samples": 44,
+    "max_eval_samples": 33,
+    "max_length": 32,
+    "max_steps": 6,
+    "logging_steps": 2,
+    "eval_steps": 3,
+    "save_steps": 4,
+    "device": "cpu",
+    "progress_bar": False,
+    "baselines": False,
+    "learning_rate": 1e-3,
+    "tracker": "jsonl",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +66,14 @@ def series(run, metric):
 def test_two_trackers_keep_the_same_numbers_and_a_resumed_run_goes_on(tmp_path, capfd):
     """Stopped after step 7, resumed from step 4: steps 6 and on are those of the second part, and stand once."""
     folder = tmp_path / "stopped"
-    options = {"tracker": "jsonl,wandb", "watch": "all", "log_predictions": 5, "log_model": True,
-               "run_group": "pair", "max_steps": 8}
+    options = {
+        "tracker": "jsonl,wandb",
+        "watch": "all",
+        "log_predictions": 5,
+        "log_model": True,
+        "run_group": "pair",
+        "max_steps": 8,
+    }
     with pytest.raises(TrainingInterrupted):
         runs.train(config_of(folder, **options), [InterruptedAt(7)])
     stopped = read_runs(folder)
@@ -106,13 +125,21 @@ def test_wrong_predictions_are_those_of_an_independent_pass(tmp_path):
     trainer = kept["trainer"]
     _, text = build_trainer(config)
     rows = text.splits["test"]
-    tokens = trainer.tokenizer(list(rows["text"]), truncation=True, max_length=32, padding=True, return_tensors="pt",
-                               return_token_type_ids=False)
+    tokens = trainer.tokenizer(
+        list(rows["text"]),
+        truncation=True,
+        max_length=32,
+        padding=True,
+        return_tensors="pt",
+        return_token_type_ids=False,
+    )
     predicted = trainer.model.eval()(**tokens).logits.argmax(-1).tolist()
     wrong = {i for i, (a, b) in enumerate(zip(predicted, rows["label"], strict=True)) if a != b}
 
-    entries = {entry["kind"]: entry for entry in map(json.loads,
-               (tmp_path / "run" / "tracking" / "rank-0.jsonl").read_text().splitlines())}
+    entries = {
+        entry["kind"]: entry
+        for entry in map(json.loads, (tmp_path / "run" / "tracking" / "rank-0.jsonl").read_text().splitlines())
+    }
     table = entries["table"]["rows"]
     assert 0 < len(wrong) < len(rows) and {row[0] for row in table} == wrong
     assert all(row[1] == rows["text"][row[0]] and row[2] == text.label_names[rows["label"][row[0]]] for row in table)
@@ -152,8 +179,12 @@ def test_a_service_that_does_not_answer_leaves_the_run_offline_and_says_so(tmp_p
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    for name, value in {"WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567", "WANDB_INIT_TIMEOUT": "1",
-                        "WANDB_BASE_URL": f"http://127.0.0.1:{port}", "NO_PROXY": "127.0.0.1"}.items():
+    for name, value in {
+        "WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567",
+        "WANDB_INIT_TIMEOUT": "1",
+        "WANDB_BASE_URL": f"http://127.0.0.1:{port}",
+        "NO_PROXY": "127.0.0.1",
+    }.items():
         monkeypatch.setenv(name, value)
     runs.train(config_of(tmp_path / "run", tracker="wandb", max_steps=2))
     said = capsys.readouterr().out
@@ -175,7 +206,8 @@ def test_trackio_and_tensorboard_keep_the_same_numbers_over_a_resume(tmp_path, m
     events = EventAccumulator(str(next((tmp_path / "run" / "tracking" / "tensorboard").iterdir())))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
-        (step, pytest.approx(value)) for step, value in series(jsonl, "train/loss")]
+        (step, pytest.approx(value)) for step, value in series(jsonl, "train/loss")
+    ]
 
 
 class Breaks(Tracker):
@@ -241,8 +273,9 @@ def test_keys_come_from_an_env_file_and_stand_in_no_file_of_the_run(tmp_path, mo
     monkeypatch.delenv("WANDB_API_KEY")
     TrackingCallback(config_of(tmp_path / "run", env_file=str(tmp_path / "keys")))
     assert os.environ["WANDB_API_KEY"] == key
-    config = config_of(tmp_path / "run", tracker="wandb,jsonl", max_steps=2, run_name=f"with {key}",
-                       env_file=str(tmp_path / "keys"))
+    config = config_of(
+        tmp_path / "run", tracker="wandb,jsonl", max_steps=2, run_name=f"with {key}", env_file=str(tmp_path / "keys")
+    )
     info = RunInfo("abc", "run", "project", None, tmp_path / "plain")
     plain = JsonLinesTracker(info)
     plain.start()

@@ -58,20 +58,23 @@ def test_random_draws_are_within_their_bounds_and_repeatable(sweep_of):
     assert {setting["activation_checkpointing"] for setting in settings} == {True, False}
 
 
-@pytest.mark.parametrize(("text", "told"), [
-    ("method: grid\n", "has no parameters"),
-    ("parameters: {learning_rte: {values: [1]}}\n", "unknown option `learning_rte`"),
-    ("method: bayes\nparameters: {learning_rate: {values: [1]}}\n", "method `bayes` is not run here"),
-    ("parameters: {learning_rate: 3}\n", "parameter learning_rate is `3`"),
-    ("parameters: {learning_rate: {min: 3}}\n", "parameter learning_rate has no values"),
-    ("parameters: {learning_rate: {min: 1, max: 2}}\n", "a grid needs values"),
-    ("method: random\nparameters: {learning_rate: {min: 2.0, max: 1.0}}\n", "min has to lie below max"),
-    ("method: random\nparameters: {learning_rate: {min: 1.0, max: 2.0, distribution: normal}}\n", "`normal`"),
-    ("parameters: {output_dir: {values: [a]}}\n", "output_dir cannot be varied"),
-    ("paramters: {}\nparameters: {seed: {values: [1]}}\n", "unknown key `paramters`"),
-    ("[1", "it is not YAML"),
-    (GRID + "run_cap: true\n", "run_cap is `True`"),
-])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("method: grid\n", "has no parameters"),
+        ("parameters: {learning_rte: {values: [1]}}\n", "unknown option `learning_rte`"),
+        ("method: bayes\nparameters: {learning_rate: {values: [1]}}\n", "method `bayes` is not run here"),
+        ("parameters: {learning_rate: 3}\n", "parameter learning_rate is `3`"),
+        ("parameters: {learning_rate: {min: 3}}\n", "parameter learning_rate has no values"),
+        ("parameters: {learning_rate: {min: 1, max: 2}}\n", "a grid needs values"),
+        ("method: random\nparameters: {learning_rate: {min: 2.0, max: 1.0}}\n", "min has to lie below max"),
+        ("method: random\nparameters: {learning_rate: {min: 1.0, max: 2.0, distribution: normal}}\n", "`normal`"),
+        ("parameters: {output_dir: {values: [a]}}\n", "output_dir cannot be varied"),
+        ("paramters: {}\nparameters: {seed: {values: [1]}}\n", "unknown key `paramters`"),
+        ("[1", "it is not YAML"),
+        (GRID + "run_cap: true\n", "run_cap is `True`"),
+    ],
+)
 def test_wrong_files_are_refused_in_one_line(sweep_of, text, told):
     with pytest.raises(ConfigError) as error:
         sweep_of(text)
@@ -81,9 +84,11 @@ def test_wrong_files_are_refused_in_one_line(sweep_of, text, told):
 @pytest.mark.parametrize(("goal", "order"), [("maximize", ["1", "0", "2"]), ("minimize", ["0", "1", "2"])])
 def test_the_best_comes_first_and_the_failed_last(tmp_path, goal, order):
     sweep = sweeps.Sweep("s", "grid", {"seed": [0, 1, 2]}, "loss", goal)
-    outcomes = [sweeps.Outcome({"seed": 0}, tmp_path / "0", {"loss": 0.5}),
-                sweeps.Outcome({"seed": 1}, tmp_path / "1", {"loss": 0.7}),
-                sweeps.Outcome({"seed": 2}, tmp_path / "2", error="it broke")]
+    outcomes = [
+        sweeps.Outcome({"seed": 0}, tmp_path / "0", {"loss": 0.5}),
+        sweeps.Outcome({"seed": 1}, tmp_path / "1", {"loss": 0.7}),
+        sweeps.Outcome({"seed": 2}, tmp_path / "2", error="it broke"),
+    ]
     frame = sweeps.ranked(sweep, outcomes)
     assert list(frame["run"]) == order and frame.loc[2, "error"] == "it broke"
 

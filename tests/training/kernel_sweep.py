@@ -28,9 +28,12 @@ SECONDS = 30.0
 
 LEFT_OUT = {
     "BltConfig": "made of four models' configs, whose widths depend on each other",
-    "DbrxConfig": "its default is refused by its model", "Dots3NoteConfig": "its fields name 40 layers one by one",
-    "Gemma3nConfig": "needs timm", "Gemma4AssistantConfig": "its default is refused by itself",
-    "Gemma4UnifiedAssistantConfig": "shares keys among its layers", "LayoutLMv2Config": "needs detectron2",
+    "DbrxConfig": "its default is refused by its model",
+    "Dots3NoteConfig": "its fields name 40 layers one by one",
+    "Gemma3nConfig": "needs timm",
+    "Gemma4AssistantConfig": "its default is refused by itself",
+    "Gemma4UnifiedAssistantConfig": "shares keys among its layers",
+    "LayoutLMv2Config": "needs detectron2",
     "MusicgenConfig": "the default of three models' configs is refused by its model",
     "MusicgenMelodyConfig": "the default of three models' configs is refused by its model",
 }
@@ -77,8 +80,14 @@ def watched() -> Iterator[AttentionCalls]:
     def handed(module, query, key, value, mask, dropout=0.0, **others):
         if hasattr(module, "fast_attention") and module.training:
             if dropout > 0:
-                given = {name for name, each in others.items() if name not in ("scaling", "is_causal")
-                         and name not in cpu_kernels._SAYS_NOTHING and each is not None and each is not False}
+                given = {
+                    name
+                    for name, each in others.items()
+                    if name not in ("scaling", "is_causal")
+                    and name not in cpu_kernels._SAYS_NOTHING
+                    and each is not None
+                    and each is not False
+                }
                 calls.handed_on |= given or {"a mask of numbers, or other lengths"}
             else:
                 calls.without_dropout = True
@@ -166,13 +175,21 @@ def compared(config_class: type[PreTrainedConfig], task: str) -> Row:
         set_dropout(ours, NOTHING)
         got = computed(ours, True)
     norm = wanted[1].norm().item()
-    return Row(task, config_class.__name__, evaluation, training, (got[0] - wanted[0]).abs().max().item(),
-               (got[1] - wanted[1]).norm().item() / max(norm, 1e-3), str(calls))
+    return Row(
+        task,
+        config_class.__name__,
+        evaluation,
+        training,
+        (got[0] - wanted[0]).abs().max().item(),
+        (got[1] - wanted[1]).norm().item() / max(norm, 1e-3),
+        str(calls),
+    )
 
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
     """Let what is computed in the block take so many seconds of the processor's time at most, else TimeoutError."""
+
     def stop(*_):
         raise TimeoutError(f"{seconds:g} s of computing are over")
 

@@ -10,9 +10,21 @@ from course_lib.launching.launch import launch
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.run import build_trainer
 
-QUICK = {"model": "tiny-bert", "training_type": "accelerated", "max_train_samples": 44, "max_eval_samples": 33,
-         "max_length": 32, "max_steps": 12, "logging_steps": 1, "progress_bar": False, "device": "cpu",
-         "learning_rate": 1e-3, "save_steps": 0, "eval_steps": 0, "mixed_precision": "no"}
+QUICK = {
+    "model": "tiny-bert",
+    "training_type": "accelerated",
+    "max_train_samples": 44,
+    "max_eval_samples": 33,
+    "max_length": 32,
+    "max_steps": 12,
+    "logging_steps": 1,
+    "progress_bar": False,
+    "device": "cpu",
+    "learning_rate": 1e-3,
+    "save_steps": 0,
+    "eval_steps": 0,
+    "mixed_precision": "no",
+}
 
 
 def train(options, dropout=0.1, unsynchronised=False):
@@ -61,8 +73,12 @@ def test_two_ranks_resume_to_the_bit(tmp_path):
     options = {"batch_size": 4, "save_steps": 5, "save_total_limit": None}
     through = launch(train, options | {"output_dir": str(tmp_path / "a")}, num_processes=2, timeout=400)
     folder = str(tmp_path / "a" / checkpoint.name(5))
-    again = launch(train, options | {"output_dir": str(tmp_path / "b"), "resume_from_checkpoint": folder},
-                   num_processes=2, timeout=400)
+    again = launch(
+        train,
+        options | {"output_dir": str(tmp_path / "b"), "resume_from_checkpoint": folder},
+        num_processes=2,
+        timeout=400,
+    )
     assert losses_of(tmp_path / "b") == losses_of(tmp_path / "a")[5:]
     assert [result[1] for result in again] == [result[1] for result in through]
 
@@ -70,9 +86,19 @@ def test_two_ranks_resume_to_the_bit(tmp_path):
 @pytest.mark.long
 def test_saved_by_two_ranks_resumed_by_one(tmp_path):
     """The global batch stays: two ranks of 4 rows, then one of 8. Without dropout the losses go on alike."""
-    launch(train, {"batch_size": 4, "save_steps": 5, "output_dir": str(tmp_path / "a"), "save_total_limit": None},
-           dropout=0.0, num_processes=2, timeout=400)
+    launch(
+        train,
+        {"batch_size": 4, "save_steps": 5, "output_dir": str(tmp_path / "a"), "save_total_limit": None},
+        dropout=0.0,
+        num_processes=2,
+        timeout=400,
+    )
     folder = str(tmp_path / "a" / checkpoint.name(5))
-    launch(train, {"batch_size": 8, "output_dir": str(tmp_path / "b"), "resume_from_checkpoint": folder},
-           dropout=0.0, num_processes=1, timeout=400)
+    launch(
+        train,
+        {"batch_size": 8, "output_dir": str(tmp_path / "b"), "resume_from_checkpoint": folder},
+        dropout=0.0,
+        num_processes=1,
+        timeout=400,
+    )
     assert losses_of(tmp_path / "b") == pytest.approx(losses_of(tmp_path / "a")[5:], abs=2e-4)

@@ -59,12 +59,15 @@ def test_tfidf_reads_pairs_of_words():
     assert scores["accuracy"] == 1.0  # the words alone are the same in both classes
 
 
-@pytest.mark.parametrize(("arguments", "what"), [
-    ((["a b", "c d"], [1, 1], ["e f"], [1]), "all 2 training labels are 1"),
-    ((["", "?"], [0, 1], ["e f"], [1]), "no training text has a word"),
-    (([], [], ["e f"], [1]), "the training split of the baselines is empty"),
-    ((["ab", "cd"], [0, 1], [], []), "the test split of the baselines is empty"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ((["a b", "c d"], [1, 1], ["e f"], [1]), "all 2 training labels are 1"),
+        ((["", "?"], [0, 1], ["e f"], [1]), "no training text has a word"),
+        (([], [], ["e f"], [1]), "the training split of the baselines is empty"),
+        ((["ab", "cd"], [0, 1], [], []), "the test split of the baselines is empty"),
+    ],
+)
 def test_what_cannot_be_fitted_is_said_in_one_line(arguments, what):
     with pytest.raises(DataError, match=what.replace("?", r"\?")):
         baselines.tfidf_logistic_regression(*arguments)

@@ -16,13 +16,30 @@ from course_lib.training.callbacks import Callback
 from course_lib.training.trainer import Trainer as OurTrainer
 from tests.long_cases import some
 
-OWN = {"model": "tiny-bert", "dataset": "tweets", "max_length": "16", "max_train_samples": "70",
-       "max_eval_samples": "8",
-       "training_type": "basic", "device": "cpu", "mixed_precision": "no", "group_by_length": "false",
-       "keep_best": "false", "tracker": "none"}
-COMMON = {"per_device_train_batch_size": 16, "weight_decay": 0.01, "num_train_epochs": 2, "seed": 3,
-          "learning_rate": 1e-3,
-          "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "report_to": "none"}
+OWN = {
+    "model": "tiny-bert",
+    "dataset": "tweets",
+    "max_length": "16",
+    "max_train_samples": "70",
+    "max_eval_samples": "8",
+    "training_type": "basic",
+    "device": "cpu",
+    "mixed_precision": "no",
+    "group_by_length": "false",
+    "keep_best": "false",
+    "tracker": "none",
+}
+COMMON = {
+    "per_device_train_batch_size": 16,
+    "weight_decay": 0.01,
+    "num_train_epochs": 2,
+    "seed": 3,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "report_to": "none",
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +47,14 @@ def prepared():
     """Data, and a model without dropout, whose masks would differ."""
     config = config_files.load(overrides=OWN)
     text = DataConnector(config.data).load()
-    loaded = modeling.load(config.model, config.data.task, label_names=text.label_names,
-                           texts=text.splits["train"]["text"], seed=0, max_length=16)
+    loaded = modeling.load(
+        config.model,
+        config.data.task,
+        label_names=text.label_names,
+        texts=text.splits["train"]["text"],
+        seed=0,
+        max_length=16,
+    )
     for module in loaded.model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -88,8 +111,13 @@ def theirs(prepared, folder, arguments):
             seed = settings.seed if settings.data_seed is None else settings.data_seed
             return InOurOrder(data.splits["train"]["length"][:], seed)
 
-    trainer = InOrder(model=copy.deepcopy(loaded.model), args=settings, train_dataset=rows["train"],
-                      eval_dataset=rows["validation"], data_collator=DataCollatorWithPadding(loaded.tokenizer))
+    trainer = InOrder(
+        model=copy.deepcopy(loaded.model),
+        args=settings,
+        train_dataset=rows["train"],
+        eval_dataset=rows["validation"],
+        data_collator=DataCollatorWithPadding(loaded.tokenizer),
+    )
     trainer.train()
     lines = trainer.state.log_history
     kept = Keep()
@@ -103,13 +131,19 @@ CASES = {
     "a share of warm-up": {"warmup_steps": 0.3, "lr_scheduler_type": "cosine"},
     "constant with warm-up": {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2},
     "cosine of one whole cycle": {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1.0}},
-    "restarts": {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2},
-                 "warmup_steps": 1},
+    "restarts": {
+        "lr_scheduler_type": "cosine_with_restarts",
+        "lr_scheduler_kwargs": {"num_cycles": 2},
+        "warmup_steps": 1,
+    },
     "polynomial": {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2.0, "lr_end": 1e-5}},
     "inverse root": {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2},
     "least rate": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
-    "warm-up, stable, decay": {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 2,
-                               "lr_scheduler_kwargs": {"num_decay_steps": 3}},
+    "warm-up, stable, decay": {
+        "lr_scheduler_type": "warmup_stable_decay",
+        "warmup_steps": 2,
+        "lr_scheduler_kwargs": {"num_decay_steps": 3},
+    },
     "sgd": {"optim": "sgd", "learning_rate": 0.1},
     "the last rows left out": {"dataloader_drop_last": True},
     "another order": {"data_seed": 11},
@@ -121,8 +155,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", some(CASES, "linear with warm-up", "restarts", "sgd", "the last rows left out",
-                                      "each epoch logged", "evaluation waits for steps", "so many steps"))
+@pytest.mark.parametrize(
+    "case",
+    some(
+        CASES,
+        "linear with warm-up",
+        "restarts",
+        "sgd",
+        "the last rows left out",
+        "each epoch logged",
+        "evaluation waits for steps",
+        "so many steps",
+    ),
+)
 def test_the_same_arguments_train_the_same(case, prepared, tmp_path):
     """Losses (nats) and learning rates of the same logged steps; the loss of a last, smaller batch too."""
     arguments = {name: value for name, value in (COMMON | CASES[case]).items() if value is not None}

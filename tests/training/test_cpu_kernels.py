@@ -69,10 +69,19 @@ def test_every_bit_of_the_words_is_fair_and_none_follows_another():
 # --- where they run ---
 
 
-@pytest.mark.parametrize(("options", "device", "picked"), [
-    ({}, "cpu", "fast"), ({"training_type": "pipeline"}, "cpu", "fast"), ({"training_type": "basic"}, "cpu", "torch"),
-    ({"torch_compile": True}, "cpu", "torch"), ({"training_type": "basic", "cpu_kernels": "fast"}, "cpu", "fast"),
-    ({"cpu_kernels": "torch"}, "cpu", "torch"), ({}, "cuda", None), ({"cpu_kernels": "torch"}, "mps", None)])
+@pytest.mark.parametrize(
+    ("options", "device", "picked"),
+    [
+        ({}, "cpu", "fast"),
+        ({"training_type": "pipeline"}, "cpu", "fast"),
+        ({"training_type": "basic"}, "cpu", "torch"),
+        ({"torch_compile": True}, "cpu", "torch"),
+        ({"training_type": "basic", "cpu_kernels": "fast"}, "cpu", "fast"),
+        ({"cpu_kernels": "torch"}, "cpu", "torch"),
+        ({}, "cuda", None),
+        ({"cpu_kernels": "torch"}, "mps", None),
+    ],
+)
 def test_the_kernels_of_a_run(options, device, picked):
     assert cpu_kernels.pick_kernels(config_of(options), torch.device(device)) == picked
 
@@ -145,8 +154,10 @@ def attended(module, mask=None, keys=6, heads=4, **more):
     torch.manual_seed(0)
     query = torch.randn(2, 4, 6, 8)
     key, value = torch.randn(2, heads, keys, 8), torch.randn(2, heads, keys, 8)
-    both = [kernel(module, query, key, value, mask, dropout=p, **more)[0]
-            for kernel, p in ((cpu_kernels.attention, 1e-6), (sdpa_attention_forward, 0.0))]
+    both = [
+        kernel(module, query, key, value, mask, dropout=p, **more)[0]
+        for kernel, p in ((cpu_kernels.attention, 1e-6), (sdpa_attention_forward, 0.0))
+    ]
     assert both[0].shape == both[1].shape and both[0].is_contiguous()
     assert torch.allclose(*both, atol=1e-6)
 
@@ -160,10 +171,21 @@ def marked(**attributes):
 HIDES = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]).bool()[:, None, None].expand(2, 1, 6, 6)
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"is_causal": False}, {"is_causal": True}, {"scaling": 0.3}, {"mask": HIDES}, {"mask": HIDES.tril()},
-    {"mask": HIDES, "is_causal": True}, {"is_causal": False, "keys": 9}, {"position_ids": torch.arange(6)[None]},
-    {"output_attentions": False, "sliding_window": None}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": False},
+        {"is_causal": True},
+        {"scaling": 0.3},
+        {"mask": HIDES},
+        {"mask": HIDES.tril()},
+        {"mask": HIDES, "is_causal": True},
+        {"is_causal": False, "keys": 9},
+        {"position_ids": torch.arange(6)[None]},
+        {"output_attentions": False, "sliding_window": None},
+    ],
+)
 @pytest.mark.parametrize("attributes", [{}, {"is_causal": False}, {"groups": 2}])
 def test_arguments_that_it_knows(calls, options, attributes):
     if options.get("keys") and not attributes.get("is_causal", True):
@@ -176,11 +198,21 @@ NOTHING_TO_SEE = HIDES.clone()
 NOTHING_TO_SEE[1, 0, 3] = False
 
 
-@pytest.mark.parametrize("options", [
-    {"position_bias": torch.randn(1, 4, 6, 6)}, {"position_bias": torch.randn(1, 4, 6, 6), "mask": HIDES},
-    {"mask": torch.zeros(2, 1, 6, 6)}, {"mask": NOTHING_TO_SEE}, {"keys": 9}, {"sliding_window": 3},
-    {"s_aux": torch.zeros(4)}, {"cu_seq_lens_q": torch.tensor([0, 6])}, {"head_mask": torch.ones(4)},
-    {"something_new": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"position_bias": torch.randn(1, 4, 6, 6)},
+        {"position_bias": torch.randn(1, 4, 6, 6), "mask": HIDES},
+        {"mask": torch.zeros(2, 1, 6, 6)},
+        {"mask": NOTHING_TO_SEE},
+        {"keys": 9},
+        {"sliding_window": 3},
+        {"s_aux": torch.zeros(4)},
+        {"cu_seq_lens_q": torch.tensor([0, 6])},
+        {"head_mask": torch.ones(4)},
+        {"something_new": True},
+    ],
+)
 def test_everything_else_goes_to_torch(calls, options):
     attended(marked(), **options)
     assert not calls

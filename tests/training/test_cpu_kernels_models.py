@@ -26,14 +26,32 @@ def torchs_own(monkeypatch):
 
 
 # Whose attention runs: what hands over a position bias, sinks, a cap or a window has torch's; some have their own.
-FAST = [("albert", "classification"), ("bart", "classification"), ("bert", "classification"),
-        ("camembert", "masked_lm"), ("distilbert", "masked_lm"), ("electra", "masked_lm"), ("gpt2", "causal_lm"),
-        ("gpt_neox", "causal_lm"),
-        ("llama", "causal_lm"), ("modernbert", "masked_lm"), ("opt", "causal_lm"), ("qwen2", "causal_lm"),
-        ("roberta", "classification"), ("xlm-roberta", "causal_lm")]
+FAST = [
+    ("albert", "classification"),
+    ("bart", "classification"),
+    ("bert", "classification"),
+    ("camembert", "masked_lm"),
+    ("distilbert", "masked_lm"),
+    ("electra", "masked_lm"),
+    ("gpt2", "causal_lm"),
+    ("gpt_neox", "causal_lm"),
+    ("llama", "causal_lm"),
+    ("modernbert", "masked_lm"),
+    ("opt", "causal_lm"),
+    ("qwen2", "causal_lm"),
+    ("roberta", "classification"),
+    ("xlm-roberta", "causal_lm"),
+]
 TORCHS = [("mistral", "causal_lm"), ("mt5", "classification"), ("t5", "classification"), ("umt5", "classification")]
-OWN = [("bloom", "causal_lm"), ("deberta", "classification"), ("falcon", "causal_lm"), ("gemma2", "causal_lm"),
-       ("gpt_oss", "causal_lm"), ("roformer", "masked_lm"), ("xlnet", "causal_lm")]
+OWN = [
+    ("bloom", "causal_lm"),
+    ("deberta", "classification"),
+    ("falcon", "causal_lm"),
+    ("gemma2", "causal_lm"),
+    ("gpt_oss", "causal_lm"),
+    ("roformer", "masked_lm"),
+    ("xlnet", "causal_lm"),
+]
 
 
 @pytest.mark.parametrize(("architecture", "task"), FAST + TORCHS + OWN)
@@ -71,18 +89,34 @@ def test_fast_models_drop():
 def test_the_trained_model_is_what_transformers_loads(tmp_path, monkeypatch, architecture):
     """Its scores too: a position bias that training left out would be in the weights and count elsewhere."""
     tokenizer = presets.build("tiny-bert", ["the cat sat on the mat"], 64)[1]
-    model = tiny_architectures.build(CONFIG_MAPPING[architecture], "classification",
-                                     eos_token_id=tokenizer.sep_token_id, vocab_size=len(tokenizer))
+    model = tiny_architectures.build(
+        CONFIG_MAPPING[architecture], "classification", eos_token_id=tokenizer.sep_token_id, vocab_size=len(tokenizer)
+    )
     biases = [each for name, each in model.named_parameters() if "relative_attention_bias" in name]
     for each in biases:
         nn.init.normal_(each, std=5.0)
     model.save_pretrained(tmp_path / "begun")
     tokenizer.save_pretrained(tmp_path / "begun")
-    config = config_of({
-        "model": str(tmp_path / "begun"), "training_type": "basic", "cpu_kernels": "fast", "device": "cpu",
-        "mixed_precision": "no", "max_train_samples": 32, "max_eval_samples": 32, "max_length": 24, "max_steps": 6,
-        "batch_size": 8, "learning_rate": 3e-3, "eval_steps": 0, "save_steps": 0, "keep_best": False,
-        "progress_bar": False, "output_dir": str(tmp_path / "run")})
+    config = config_of(
+        {
+            "model": str(tmp_path / "begun"),
+            "training_type": "basic",
+            "cpu_kernels": "fast",
+            "device": "cpu",
+            "mixed_precision": "no",
+            "max_train_samples": 32,
+            "max_eval_samples": 32,
+            "max_length": 24,
+            "max_steps": 6,
+            "batch_size": 8,
+            "learning_rate": 3e-3,
+            "eval_steps": 0,
+            "save_steps": 0,
+            "keep_best": False,
+            "progress_bar": False,
+            "output_dir": str(tmp_path / "run"),
+        }
+    )
     config.output_dir.mkdir()
     trainer, _ = build_trainer(config)
     trainer.train()
@@ -114,25 +148,38 @@ def test_the_trained_model_is_what_transformers_loads(tmp_path, monkeypatch, arc
     assert biases and abs(scored()[0] - scores["loss"]) > 1e-3, "without the bias it is another model"
 
 
-@pytest.mark.parametrize(("options", "fast"), [({}, False), ({"cpu_kernels": "torch"}, False),
-                                               ({"cpu_kernels": "fast"}, True)])
+@pytest.mark.parametrize(
+    ("options", "fast"), [({}, False), ({"cpu_kernels": "torch"}, False), ({"cpu_kernels": "fast"}, True)]
+)
 def test_the_plain_loop_replaces_nothing_unless_asked(tmp_path, monkeypatch, options, fast):
     called = []
     monkeypatch.setattr(cpu_kernels, "keep_freed_memory", lambda: called.append(True))
-    config = config_of({"model": "tiny-bert", "training_type": "basic", "device": "cpu", "max_train_samples": 8,
-                        "max_eval_samples": 8, "max_length": 16, "output_dir": str(tmp_path)} | options)
+    config = config_of(
+        {
+            "model": "tiny-bert",
+            "training_type": "basic",
+            "device": "cpu",
+            "max_train_samples": 8,
+            "max_eval_samples": 8,
+            "max_length": 16,
+            "output_dir": str(tmp_path),
+        }
+        | options
+    )
     trainer, _ = build_trainer(config)
     modules = list(trainer.model.modules())
     assert trainer.cpu_kernels == ("fast" if fast else "torch") and bool(called) == fast
     assert {type(each) for each in modules if isinstance(each, nn.Dropout)} == {
-        cpu_kernels.Dropout16 if fast else nn.Dropout}
+        cpu_kernels.Dropout16 if fast else nn.Dropout
+    }
     assert all(hasattr(each, "fast_attention") == fast for each in modules)
     assert (AttentionInterface._global_mapping["sdpa"] is sdpa_attention_forward) != fast
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("task", "built", "fast"), [
-    ("classification", 125, 71), ("causal_lm", 180, 119), ("masked_lm", 51, 25)])
+@pytest.mark.parametrize(
+    ("task", "built", "fast"), [("classification", 125, 71), ("causal_lm", 180, 119), ("masked_lm", 51, 25)]
+)
 def test_every_architecture_that_course_train_takes(task, built, fast):
     rows = list(kernel_sweep.sweep(task))
     there = [row for row in rows if not row.left_out]

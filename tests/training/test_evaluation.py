@@ -26,6 +26,7 @@ from course_lib.training.trainer import Trainer
 def narrow_presets():
     """The usual ones: rows are told apart by their losses."""
 
+
 MODELS = {"classification": "tiny-bert", "causal_lm": "tiny-gpt2", "masked_lm": "tiny-bert"}
 UNEVEN, DEGENERATE = (37, 8), (5, 8)  # rows and rows in a batch: 37 and 5 share no factor with 2, 3 or 4
 CASES = [(task, split) for task in MODELS for split in (UNEVEN, DEGENERATE)]
@@ -46,11 +47,21 @@ def one_thread():
 @functools.cache
 def ingredients(task):
     """Config, model, rows and processor: a new model, its weights enlarged so that rows get unlike answers."""
-    config = build({"task": task, "model": MODELS[task], "max_length": 16, "max_train_samples": 400, "device": "cpu",
-                    "mixed_precision": "no", "progress_bar": False})
+    config = build(
+        {
+            "task": task,
+            "model": MODELS[task],
+            "max_length": 16,
+            "max_train_samples": 400,
+            "device": "cpu",
+            "mixed_precision": "no",
+            "progress_bar": False,
+        }
+    )
     text = DataConnector(config.data, seed=0).load()
-    loaded = modeling.load(config.model, task, label_names=text.label_names, texts=text.splits["train"]["text"],
-                           seed=0, max_length=16)
+    loaded = modeling.load(
+        config.model, task, label_names=text.label_names, texts=text.splits["train"]["text"], seed=0, max_length=16
+    )
     with torch.no_grad():
         for weight in loaded.model.parameters():
             weight.mul_(4 if weight.dim() > 1 else 1)
@@ -125,8 +136,12 @@ def row_by_row(case):
     if not trainer.num_labels:
         return table, {"loss": loss, "perplexity": math.exp(loss), "rows": len(rows)}
     predictions, references = table[:, 2], table[:, 3]
-    return table, {"loss": loss, "accuracy": accuracy_score(references, predictions), "rows": len(rows),
-                   "macro_f1": f1_score(references, predictions, average="macro", zero_division=0)}
+    return table, {
+        "loss": loss,
+        "accuracy": accuracy_score(references, predictions),
+        "rows": len(rows),
+        "macro_f1": f1_score(references, predictions, average="macro", zero_division=0),
+    }
 
 
 @functools.cache

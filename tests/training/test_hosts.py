@@ -30,15 +30,38 @@ from tests.waiting import has_lines, until
 
 CLI = Path(cli.__file__)
 STEPS = 4
-QUICK = {"model": "tiny-gpt2", "max_train_samples": 48, "max_eval_samples": 8, "max_length": 32, "max_steps": STEPS,
-         "logging_steps": 1, "save_steps": 0, "eval_steps": 0, "keep_best": False, "baselines": False,
-         "progress_bar": False, "device": "cpu", "mixed_precision": "no", "learning_rate": 1e-3, "tracker": "none"}
+QUICK = {
+    "model": "tiny-gpt2",
+    "max_train_samples": 48,
+    "max_eval_samples": 8,
+    "max_length": 32,
+    "max_steps": STEPS,
+    "logging_steps": 1,
+    "save_steps": 0,
+    "eval_steps": 0,
+    "keep_best": False,
+    "baselines": False,
+    "progress_bar": False,
+    "device": "cpu",
+    "mixed_precision": "no",
+    "learning_rate": 1e-3,
+    "tracker": "none",
+}
 ROWS = 12  # of an optimizer step
 STRATEGIES = {  # hosts, ranks of each
     "zero2": (3, 1, {"strategy": "zero2", "engine": "scratch", "batch_size": ROWS // 3}),
     "pipeline": (2, 1, {"training_type": "pipeline", "batch_size": ROWS, "pipeline_chunks": 2}),
-    "hybrid": (2, 2, {"training_type": "pipeline", "data_parallel_size": 2, "pipeline_parallel_size": 2,
-                      "batch_size": ROWS // 2, "pipeline_chunks": 2}),
+    "hybrid": (
+        2,
+        2,
+        {
+            "training_type": "pipeline",
+            "data_parallel_size": 2,
+            "pipeline_parallel_size": 2,
+            "batch_size": ROWS // 2,
+            "pipeline_chunks": 2,
+        },
+    ),
 }
 
 
@@ -84,14 +107,22 @@ def rank(number, world_size, local, head, port, folder, options, waits):
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)
-    os.environ.update(RANK=str(number), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local), MASTER_ADDR=head.address,
-                      MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(number),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(local),
+        MASTER_ADDR=head.address,
+        MASTER_PORT=str(port),
+    )
     train(folder, options, waits)
 
 
 def start(used, each, port, folder, options, waits=False):
-    return [host.start(rank, i * each + local, len(used) * each, local, used[0], port, folder, options, waits)
-            for i, host in enumerate(used) for local in range(each)]
+    return [
+        host.start(rank, i * each + local, len(used) * each, local, used[0], port, folder, options, waits)
+        for i, host in enumerate(used)
+        for local in range(each)
+    ]
 
 
 def codes(processes):
@@ -124,8 +155,9 @@ def meet(folder, host, head):
         dist.all_reduce(numbers)
         return socket.gethostname(), socket.gethostbyname(socket.gethostname()), int(numbers)
 
-    found = torchrun(total, nodes=(3, 3), ranks=1, endpoint=f"{head.name}:29400", is_head=host == head,
-                     address=host.address)
+    found = torchrun(
+        total, nodes=(3, 3), ranks=1, endpoint=f"{head.name}:29400", is_head=host == head, address=host.address
+    )
     (folder / f"{host.name}.json").write_text(json.dumps(list(found.values())))
 
 
@@ -184,8 +216,10 @@ def test_a_cable_is_pulled(three, tmp_path, for_good, alone):
 
 def round_trip(three):
     """Milliseconds from host0 to host1 and back: until a closed port answers."""
-    ask = "import socket, time; t = time.perf_counter(); s = socket.socket(); s.connect_ex(('host1', 9)); " \
-          "print((time.perf_counter() - t) * 1e3)"
+    ask = (
+        "import socket, time; t = time.perf_counter(); s = socket.socket(); s.connect_ex(('host1', 9)); "
+        "print((time.perf_counter() - t) * 1e3)"
+    )
     return float(three[0].popen([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True).communicate()[0])
 
 
@@ -205,13 +239,34 @@ def test_accelerate_launch_trains_across_hosts_until_one_machine_is_asked_to_sto
     leaves = QUICK | {"batch_size": ROWS // 2, "max_steps": 100_000, "output_dir": tmp_path / "run"}
     pair = []
     for i, host in enumerate(three[:2]):
-        launcher = ("accelerate.commands.launch", "--multi_gpu", "--num_machines", "2", "--num_processes", "2",
-                    "--machine_rank", str(i), "--main_process_ip", three[0].address, "--main_process_port", "29600",
-                    "--mixed_precision", "no", "--dynamo_backend", "no")
+        launcher = (
+            "accelerate.commands.launch",
+            "--multi_gpu",
+            "--num_machines",
+            "2",
+            "--num_processes",
+            "2",
+            "--machine_rank",
+            str(i),
+            "--main_process_ip",
+            three[0].address,
+            "--main_process_port",
+            "29600",
+            "--mixed_precision",
+            "no",
+            "--dynamo_backend",
+            "no",
+        )
         command = [sys.executable, "-m", *launcher, str(CLI), "train", *(f"--{k}={v}" for k, v in leaves.items())]
         with open(tmp_path / f"{host.name}.log", "w") as log:
-            pair.append(host.popen(command, env=host.environment | {"ACCELERATE_USE_CPU": "true"}, stderr=log,
-                                   stdout=subprocess.DEVNULL))
+            pair.append(
+                host.popen(
+                    command,
+                    env=host.environment | {"ACCELERATE_USE_CPU": "true"},
+                    stderr=log,
+                    stdout=subprocess.DEVNULL,
+                )
+            )
     until(has_lines(tmp_path / "run" / "metrics.jsonl", 3), *pair, what="three steps", told=lambda: told(tmp_path))
     pair[1].terminate()
     assert all(process.wait(600) for process in pair)

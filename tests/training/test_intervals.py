@@ -11,8 +11,10 @@ from sklearn.metrics import f1_score
 from course_lib.training import intervals
 
 
-@pytest.mark.parametrize(("hits", "rows", "low", "high"), [
-    (81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)])
+@pytest.mark.parametrize(
+    ("hits", "rows", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
 def test_accuracy_as_newcombe_has_it(hits, rows, low, high):
     """Statist. Med. 17 (1998) 857, table I, method 3."""
     assert intervals.accuracy_interval(hits, rows) == pytest.approx((low, high), abs=5e-5)

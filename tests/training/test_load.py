@@ -60,15 +60,34 @@ def leak_processes():
     kept.append(subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE))
 
 
-LEAKS = {"objects": leak_an_object, "bytes": leak_memory, "tensors": leak_a_tensor, "files": leak_files,
-         "threads": leak_threads, "processes": leak_processes}
+LEAKS = {
+    "objects": leak_an_object,
+    "bytes": leak_memory,
+    "tensors": leak_a_tensor,
+    "files": leak_files,
+    "threads": leak_threads,
+    "processes": leak_processes,
+}
 
 
 class Given(ctypes.Structure):
     """glibc's mallinfo2: `uordblks` are bytes given out and not freed, `hblkhd` those of them with a mapping each."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks",
-                                                     "fsmblks", "uordblks", "fordblks", "keepcost")]
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
 
 
 def live():
@@ -79,11 +98,20 @@ def live():
     if count is not None:
         count.restype = Given
     given = count() if count else Given()
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-                for tensor in objects if type(tensor) in (torch.Tensor, torch.nn.Parameter)}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in objects
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    }
     process = psutil.Process()
-    return (len(objects), given.uordblks + given.hblkhd, sum(storages.values()), process.num_fds(),
-            process.num_threads(), len(process.children(recursive=True)))
+    return (
+        len(objects),
+        given.uordblks + given.hblkhd,
+        sum(storages.values()),
+        process.num_fds(),
+        process.num_threads(),
+        len(process.children(recursive=True)),
+    )
 
 
 def leaks(seen, warm_up):
@@ -124,8 +152,9 @@ OPTIONS = {"eval_steps": 50, "save_steps": 50, "desync_steps": 50, "watchdog": 6
 
 def trained(folder, ranks, steps, more=()):
     options = OPTIONS | {"model": load.smallest_model(folder / "model"), "batch_size": 4 // ranks}
-    return launch(load.train, str(folder / "run"), steps, 50, options, live, more, num_processes=ranks, timeout=2320,
-                  stream=False)
+    return launch(
+        load.train, str(folder / "run"), steps, 50, options, live, more, num_processes=ranks, timeout=2320, stream=False
+    )
 
 
 @pytest.mark.long
@@ -143,8 +172,16 @@ def test_one_object_per_step_left_behind_by_a_callback_is_noticed(tmp_path):
 
 
 def test_eight_ranks_start_and_finish_wherever_they_run(tmp_path):
-    every = launch(load.train, str(tmp_path / "run"), 3, 1, {"eval_steps": 0, "save_steps": 0, "batch_size": 1},
-                   num_processes=8, timeout=720, stream=False)
+    every = launch(
+        load.train,
+        str(tmp_path / "run"),
+        3,
+        1,
+        {"eval_steps": 0, "save_steps": 0, "batch_size": 1},
+        num_processes=8,
+        timeout=720,
+        stream=False,
+    )
     assert [len(seen) for seen in every] == [3] * 8
 
 
@@ -174,8 +211,9 @@ def test_four_times_the_rows_take_no_more_memory(tmp_path):
     for rows in (few, many):
         load.write_rows(tmp_path / str(rows), rows)
         for by_hand in (False, True):  # a process that is forked would begin with this one's peak of Arrow's
-            peaks[rows, by_hand] = launch(peak_of, tmp_path / str(rows), by_hand, num_processes=1, timeout=880,
-                                          start_method="spawn", stream=False)[0]
+            peaks[rows, by_hand] = launch(
+                peak_of, tmp_path / str(rows), by_hand, num_processes=1, timeout=880, start_method="spawn", stream=False
+            )[0]
     listed = peaks[many, True] - peaks[few, True]
     assert listed > 40, "MiB more for lists of the texts and their words"
     assert peaks[many, False] - peaks[few, False] < 10, peaks
@@ -198,8 +236,10 @@ def read_slowly(file, cache, by_datasets=False):
             most[0] = max(most[0], pa.total_allocated_bytes() - before)
         return write(self, *args, **kwargs)
 
-    with mock.patch.object(ArrowWriter, "write_table", slow), \
-            mock.patch.object(datasets.config, "HF_DATASETS_CACHE", cache):
+    with (
+        mock.patch.object(ArrowWriter, "write_table", slow),
+        mock.patch.object(datasets.config, "HF_DATASETS_CACHE", cache),
+    ):
         rows = datasets.Dataset.from_parquet(str(file)) if by_datasets else localfiles.read_split([file]).rows
     assert len(rows) == 10_000 and rows[-1]["text"].endswith("the last")
     return most[0]
@@ -211,9 +251,13 @@ def test_a_large_file_is_not_read_ahead_of_what_is_written(tmp_path, group):
     with pq.ParquetWriter(file, pa.schema({"text": pa.string()})) as out:
         rows = [os.urandom(5000).hex() for _ in range(9_999)] + ["the last"]
         for start in range(0, len(rows), group):
-            out.write_table(pa.table({"text": rows[start:start + group]}))
-    datasets_own, ours = [launch(read_slowly, file, tmp_path / str(by_datasets), by_datasets, num_processes=1,
-                                 timeout=400, stream=False)[0] for by_datasets in (True, False)]
+            out.write_table(pa.table({"text": rows[start : start + group]}))
+    datasets_own, ours = [
+        launch(read_slowly, file, tmp_path / str(by_datasets), by_datasets, num_processes=1, timeout=400, stream=False)[
+            0
+        ]
+        for by_datasets in (True, False)
+    ]
     assert datasets_own >= ALL > LITTLE > ours, f"of a file of {file.stat().st_size >> 20} MiB"
 
 
@@ -234,6 +278,8 @@ def test_an_epoch_of_any_number_of_rows_has_each_row_once():
     assert sum(map(len, held)) <= 1024, "a part at a time"
     first_part = np.concatenate([parts[i] for i in range(128)])
     assert np.histogram(first_part, 4, (0, 10_007))[0].min() > 100, "each part is drawn from all over"
-    padded = [sum(lengths[batch].max() - lengths[batch].mean() for batch in batches)
-              for batches in (parts, EpochBatches(lengths, 8, [1, 0], group_by_length=False, part=1024))]
+    padded = [
+        sum(lengths[batch].max() - lengths[batch].mean() for batch in batches)
+        for batches in (parts, EpochBatches(lengths, 8, [1, 0], group_by_length=False, part=1024))
+    ]
     assert padded[0] < padded[1] / 3, "and sorted by length within windows"

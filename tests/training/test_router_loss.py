@@ -32,8 +32,10 @@ def test_it_is_transformers_of_the_mean_layer_and_padding_and_filler_do_not_coun
     for wrong in (mask, None):
         of_all = torch.stack([load_balancing_loss_func((layer,), 4, 2, wrong) for layer in logits]).mean()
         assert ours.item() != pytest.approx(0.1 * of_all.item(), rel=1e-5)
-    gradients = [torch.autograd.grad(of, trained.model.layers[0].mlp.gate.weight, retain_graph=True)[0]
-                 for of in (ours, 0.1 * theirs)]
+    gradients = [
+        torch.autograd.grad(of, trained.model.layers[0].mlp.gate.weight, retain_graph=True)[0]
+        for of in (ours, 0.1 * theirs)
+    ]
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-9)
     assert loss.take() == pytest.approx(theirs.item(), rel=1e-5) and loss.take() == 0.0
 
@@ -47,7 +49,10 @@ def test_a_micro_batch_of_filler_alone_has_none():
 
 
 def test_a_dense_model_has_none():
-    dense = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=4,
-                                                         num_hidden_layers=1, num_attention_heads=1, pad_token_id=0))
+    dense = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1, pad_token_id=0
+        )
+    )
     with pytest.raises(ConfigError, match="LlamaForCausalLM has no router"):
         RouterLoss(dense, 0.1)

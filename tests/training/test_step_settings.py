@@ -87,10 +87,18 @@ def test_no_gradients_have_the_norm_0():
 # --- DeepSpeed ---
 
 
-@pytest.mark.parametrize(("options", "elements", "bucket"), [
-    ({}, None, DEFAULT_BUCKET), ({}, 8 * 10**9, DEFAULT_BUCKET), ({}, 10**9, 125_000_000),
-    ({}, 10**6, 25 * 2**18), ({"bucket_mb": 50}, 8 * 10**9, 50 * 2**18),
-    ({"lean_buffers": True}, 8 * 10**9, 25 * 2**18), ({"lean_buffers": True, "bucket_mb": 1}, 10**9, 2**18)])
+@pytest.mark.parametrize(
+    ("options", "elements", "bucket"),
+    [
+        ({}, None, DEFAULT_BUCKET),
+        ({}, 8 * 10**9, DEFAULT_BUCKET),
+        ({}, 10**9, 125_000_000),
+        ({}, 10**6, 25 * 2**18),
+        ({"bucket_mb": 50}, 8 * 10**9, 50 * 2**18),
+        ({"lean_buffers": True}, 8 * 10**9, 25 * 2**18),
+        ({"lean_buffers": True, "bucket_mb": 1}, 10**9, 2**18),
+    ],
+)
 def test_deepspeeds_buckets(options, elements, bucket):
     for strategy in ("zero1", "zero2", "zero3"):
         zero = zero_settings(build({"strategy": strategy} | options), elements)
@@ -103,10 +111,19 @@ def test_deepspeeds_buckets(options, elements, bucket):
 # --- workers ---
 
 
-@pytest.mark.parametrize(("chosen", "device", "cores", "ranks", "shared", "workers"), [
-    (None, "cpu", 64, 2, math.inf, 0), (None, "mps", 8, 1, math.inf, 0), (None, "cuda", 64, 8, 2**31, 4),
-    (None, "cuda", 24, 8, 2**31, 2), (None, "cuda", 8, 8, 2**31, 0), (None, "cuda", 64, 8, 2**26, 0),
-    (0, "cuda", 64, 8, 2**31, 0), (9, "cpu", 2, 2, 2**26, 9)])
+@pytest.mark.parametrize(
+    ("chosen", "device", "cores", "ranks", "shared", "workers"),
+    [
+        (None, "cpu", 64, 2, math.inf, 0),
+        (None, "mps", 8, 1, math.inf, 0),
+        (None, "cuda", 64, 8, 2**31, 4),
+        (None, "cuda", 24, 8, 2**31, 2),
+        (None, "cuda", 8, 8, 2**31, 0),
+        (None, "cuda", 64, 8, 2**26, 0),
+        (0, "cuda", 64, 8, 2**31, 0),
+        (9, "cpu", 2, 2, 2**26, 9),
+    ],
+)
 def test_workers_by_default(monkeypatch, chosen, device, cores, ranks, shared, workers):
     monkeypatch.setattr(batching, "usable_cores", lambda: cores)
     monkeypatch.setattr(batching, "shared_memory", lambda: shared)
@@ -116,9 +133,16 @@ def test_workers_by_default(monkeypatch, chosen, device, cores, ranks, shared, w
 # --- TF32 ---
 
 
-@pytest.mark.parametrize(("choice", "precision", "capability", "used"), [
-    ("auto", "bf16", (9, 0), True), ("auto", "no", (9, 0), False), ("on", "no", (8, 0), True),
-    ("off", "bf16", (9, 0), False), ("auto", "fp16", (7, 5), False)])
+@pytest.mark.parametrize(
+    ("choice", "precision", "capability", "used"),
+    [
+        ("auto", "bf16", (9, 0), True),
+        ("auto", "no", (9, 0), False),
+        ("on", "no", (8, 0), True),
+        ("off", "bf16", (9, 0), False),
+        ("auto", "fp16", (7, 5), False),
+    ],
+)
 def test_tf32_where_products_may_be_rounded(monkeypatch, choice, precision, capability, used):
     said = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
@@ -127,9 +151,15 @@ def test_tf32_where_products_may_be_rounded(monkeypatch, choice, precision, capa
     assert said == ["high" if used else "highest"]
 
 
-@pytest.mark.parametrize(("kind", "count", "device", "said"), [
-    ("xpu", 1, "auto", "the course does not know devices of type xpu: training on the CPU"), ("xpu", 0, "auto", None),
-    ("xpu", 1, "cpu", None), ("cuda", 1, "auto", None)])
+@pytest.mark.parametrize(
+    ("kind", "count", "device", "said"),
+    [
+        ("xpu", 1, "auto", "the course does not know devices of type xpu: training on the CPU"),
+        ("xpu", 0, "auto", None),
+        ("xpu", 1, "cpu", None),
+        ("cuda", 1, "auto", None),
+    ],
+)
 def test_an_accelerator_that_the_course_does_not_use_is_named(monkeypatch, kind, count, device, said):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
@@ -184,8 +214,9 @@ def test_one_graph_serves_all_blocks_of_a_model(monkeypatch, preset, dynamic, gr
     monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend=counting, **options))
     torch._dynamo.reset()
     task = "masked_lm" if preset == "tiny-bert" else "causal_lm"
-    model = modeling.load(build({"model": preset}).model, task, label_names=None, texts=["one two three"] * 4, seed=0,
-                          max_length=32).model
+    model = modeling.load(
+        build({"model": preset}).model, task, label_names=None, texts=["one two three"] * 4, seed=0, max_length=32
+    ).model
     names = list(model.state_dict())
     compiling.compile_blocks(model, dynamic)
     assert list(model.state_dict()) == names
@@ -221,14 +252,27 @@ def test_a_block_through_inductor_computes_the_same():
 
 
 def test_batches_have_one_length_or_many():
-    lengths = {name: build(options).data.has_one_length for name, options in {
-        "classes": {}, "padded": {"dynamic_padding": False}, "blocks": {"task": "causal_lm"}}.items()}
+    lengths = {
+        name: build(options).data.has_one_length
+        for name, options in {
+            "classes": {},
+            "padded": {"dynamic_padding": False},
+            "blocks": {"task": "causal_lm"},
+        }.items()
+    }
     assert lengths == {"classes": False, "padded": True, "blocks": True}
 
 
-@pytest.mark.parametrize(("options", "device", "multiple"), [
-    ({}, "cpu", None), ({}, "cuda", 8), ({"pad_to_multiple_of": 1}, "cuda", 1), ({"pad_to_multiple_of": 4}, "cpu", 4),
-    ({"task": "causal_lm"}, "cuda", None)])
+@pytest.mark.parametrize(
+    ("options", "device", "multiple"),
+    [
+        ({}, "cpu", None),
+        ({}, "cuda", 8),
+        ({"pad_to_multiple_of": 1}, "cuda", 1),
+        ({"pad_to_multiple_of": 4}, "cpu", 4),
+        ({"task": "causal_lm"}, "cuda", None),
+    ],
+)
 def test_padding_suits_the_device(options, device, multiple):
     from course_lib.data import DataProcessor
 

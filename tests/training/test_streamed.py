@@ -29,8 +29,16 @@ def written(folder):
 
 
 def options_of(folder, **options):
-    return {"dataset": str(folder), "streaming": True, "stream_window": 16, "max_train_samples": None, "max_length": 32,
-            "max_steps": STEPS, "save_steps": 2, "save_total_limit": None} | options
+    return {
+        "dataset": str(folder),
+        "streaming": True,
+        "stream_window": 16,
+        "max_train_samples": None,
+        "max_length": 32,
+        "max_steps": STEPS,
+        "save_steps": 2,
+        "save_total_limit": None,
+    } | options
 
 
 def traced(folder, ranks, options):
@@ -64,13 +72,15 @@ def test_two_ranks_make_the_steps_of_one_and_go_on_from_its_checkpoint(one, tmp_
     whole, of_two = found["whole"]
     assert parity.compare(whole, wanted, "ddp", "streamed", 2).agrees
     assert {name: of_two[name] for name in ("stream", "tokens", "samples")} == {
-        name: state[name] for name in ("stream", "tokens", "samples")}
+        name: state[name] for name in ("stream", "tokens", "samples")
+    }
     assert state["samples"] == STEPS * parity.GLOBAL_ROWS == state["stream"]["row"] and state["tokens"] > 100
     rest, after = found["resumed"]
     assert after["stream"] | {"turn": 12} == state["stream"] and after["tokens"] == state["tokens"]
     assert max(abs(a - b) for a, b in zip(rest.losses, wanted.losses[SAVED:], strict=True)) < parity.LOSS_TOLERANCE
     assert max((rest.weights[name] - wanted.weights[name]).abs().max() for name in rest.weights) < (
-        parity.WEIGHT_TOLERANCE)
+        parity.WEIGHT_TOLERANCE
+    )
 
 
 def test_without_the_place_a_second_start_has_other_rows(one, tmp_path, monkeypatch):
@@ -88,8 +98,9 @@ def test_without_the_place_a_second_start_has_other_rows(one, tmp_path, monkeypa
 
 
 def test_a_run_goes_over_its_shards_again_and_says_what_it_read(tmp_path):
-    options = options_of(written(tmp_path / "data"), num_workers=1, max_steps=20, max_length=128,
-                         save_steps=0, eval_steps=10)
+    options = options_of(
+        written(tmp_path / "data"), num_workers=1, max_steps=20, max_length=128, save_steps=0, eval_steps=10
+    )
     config = parity.task(tmp_path / "run", 1, training_type="basic", **options)
     summary = train(config)
     assert summary["train"]["samples"] < 160 and summary["train"]["epochs"] >= 1

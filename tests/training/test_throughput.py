@@ -62,10 +62,20 @@ def test_ranks_of_different_hardware_have_no_common_peak():
     assert other.note == "no MFU: the ranks' hardware differs (H100, a CPU)"
 
 
-@pytest.mark.parametrize(("name", "precision", "peak"), [
-    ("NVIDIA H100 80GB HBM3", "bf16", 989e12), ("NVIDIA H100 80GB HBM3", "no", 67e12), ("H200", "fp16", 989e12),
-    ("Tesla T4", "fp16", 65e12), ("Tesla T4", "bf16", None), ("NVIDIA A100-SXM4-40GB", "no", 19.5e12),
-    ("NVIDIA H100 PCIe", "bf16", None), ("NVIDIA A10", "bf16", None), ("Tesla V100-PCIE-16GB", "fp16", None)])
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "no", 67e12),
+        ("H200", "fp16", 989e12),
+        ("Tesla T4", "fp16", 65e12),
+        ("Tesla T4", "bf16", None),
+        ("NVIDIA A100-SXM4-40GB", "no", 19.5e12),
+        ("NVIDIA H100 PCIe", "bf16", None),
+        ("NVIDIA A10", "bf16", None),
+        ("Tesla V100-PCIE-16GB", "fp16", None),
+    ],
+)
 def test_the_peak_of_a_device_by_its_drivers_name(monkeypatch, name, precision, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_of(torch.device("cuda", 0), precision)[:2] == (name, peak)

@@ -26,9 +26,21 @@ from course_lib.training.run import build_trainer
 from testing import tiny_architectures
 from tests.long_cases import some
 
-QUICK = {"model": "tiny-bert", "training_type": "basic", "max_train_samples": 48, "max_eval_samples": 33,
-         "max_length": 32, "batch_size": 4, "max_steps": 6, "logging_steps": 1, "progress_bar": False,
-         "learning_rate": 1e-3, "save_steps": 0, "eval_steps": 0, "mixed_precision": "no"}
+QUICK = {
+    "model": "tiny-bert",
+    "training_type": "basic",
+    "max_train_samples": 48,
+    "max_eval_samples": 33,
+    "max_length": 32,
+    "batch_size": 4,
+    "max_steps": 6,
+    "logging_steps": 1,
+    "progress_bar": False,
+    "learning_rate": 1e-3,
+    "save_steps": 0,
+    "eval_steps": 0,
+    "mixed_precision": "no",
+}
 
 
 @pytest.fixture
@@ -63,8 +75,10 @@ def losses_of(trainer):
 def gradient_of(trainer):
     """The gradient of the first global batch, dropout off."""
     trainer.model.eval()
-    batches = [batch for _, batch in zip(range(trainer.config.run.gradient_accumulation_steps), trainer.train_loader,
-                                         strict=False)]
+    batches = [
+        batch
+        for _, batch in zip(range(trainer.config.run.gradient_accumulation_steps), trainer.train_loader, strict=False)
+    ]
     taken = []
 
     def take(*_):
@@ -82,8 +96,9 @@ def test_accumulation_gives_the_large_batch_and_the_naive_way_does_not(trainer_o
     rows, steps = layout
     whole = gradient_of(trainer_of(**task, batch_size=8))
     same = gradient_of(trainer_of(**task, batch_size=rows, gradient_accumulation_steps=steps))
-    naive = gradient_of(trainer_of(**task, batch_size=rows, gradient_accumulation_steps=steps,
-                                   loss_weighting="micro_batch"))
+    naive = gradient_of(
+        trainer_of(**task, batch_size=rows, gradient_accumulation_steps=steps, loss_weighting="micro_batch")
+    )
     assert 1e-3 * whole.norm() < (naive - whole).norm() < whole.norm(), "another, of its size"
     assert (same - whole).norm() < 1e-5 * whole.norm()
 
@@ -118,8 +133,11 @@ def test_a_resumed_run_follows_its_own_plan(trainer_of, tmp_path):
     first = trainer_of(max_steps=3, save_steps=3)
     first.train()
     assert set(first.scheduler.get_last_lr()) == {0.0}
-    again = trainer_of(max_steps=6, resume_from_checkpoint=str(first.output_dir / checkpoint.name(3)),
-                       output_dir=str(tmp_path / "again"))
+    again = trainer_of(
+        max_steps=6,
+        resume_from_checkpoint=str(first.output_dir / checkpoint.name(3)),
+        output_dir=str(tmp_path / "again"),
+    )
     resuming.resume(again)
     planned = again.config.optim.learning_rate * again.scheduler.lr_lambdas[0](3)
     rates = [group["lr"] for group in again.optimizer.param_groups]
@@ -150,21 +168,41 @@ def test_without_the_random_streams_a_resumed_run_differs(trainer_of, tmp_path, 
     through = trainer_of(**options)
     through.train()
     monkeypatch.setattr(resuming, "set_rng_state", lambda state, device: None)
-    again = trainer_of(**options, resume_from_checkpoint=str(through.output_dir / checkpoint.name(4)),
-                       output_dir=str(tmp_path / "again"))
+    again = trainer_of(
+        **options,
+        resume_from_checkpoint=str(through.output_dir / checkpoint.name(4)),
+        output_dir=str(tmp_path / "again"),
+    )
     again.train()
     assert losses_of(again) != losses_of(through)[4:]
 
 
-@pytest.mark.parametrize("options", some([
-    {"optimizer": "sgd", "learning_rate": 0.1}, {"optimizer": "adafactor", "learning_rate": 5e-2},
-    {"lr_scheduler": "cosine", "warmup_ratio": 0.3}, {"lr_scheduler": "constant", "warmup_steps": 2},
-    {"mixed_precision": "bf16"}, {"activation_checkpointing": True}, {"dynamic_padding": False},
-    {"group_by_length": False}, {"num_workers": 1}, {"attention": "eager"}, {"pad_to_multiple_of": 8},
-    {"training_type": "accelerated"}, {"training_type": "accelerated", "gradient_accumulation_steps": 2},
-], {"optimizer": "adafactor", "learning_rate": 5e-2}, {"mixed_precision": "bf16"}, {"dynamic_padding": False},
-   {"group_by_length": False}, {"num_workers": 1}),
-    ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()))
+@pytest.mark.parametrize(
+    "options",
+    some(
+        [
+            {"optimizer": "sgd", "learning_rate": 0.1},
+            {"optimizer": "adafactor", "learning_rate": 5e-2},
+            {"lr_scheduler": "cosine", "warmup_ratio": 0.3},
+            {"lr_scheduler": "constant", "warmup_steps": 2},
+            {"mixed_precision": "bf16"},
+            {"activation_checkpointing": True},
+            {"dynamic_padding": False},
+            {"group_by_length": False},
+            {"num_workers": 1},
+            {"attention": "eager"},
+            {"pad_to_multiple_of": 8},
+            {"training_type": "accelerated"},
+            {"training_type": "accelerated", "gradient_accumulation_steps": 2},
+        ],
+        {"optimizer": "adafactor", "learning_rate": 5e-2},
+        {"mixed_precision": "bf16"},
+        {"dynamic_padding": False},
+        {"group_by_length": False},
+        {"num_workers": 1},
+    ),
+    ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()),
+)
 def test_every_switch_trains(trainer_of, options):
     rows = 8 // options.get("gradient_accumulation_steps", 1)
     trainer = trainer_of(**({"max_steps": 20, "max_train_samples": 8, "batch_size": rows} | options))
@@ -237,8 +275,15 @@ def test_a_compiled_model_gives_the_same_losses(trainer_of, tmp_path, monkeypatc
 
 def test_the_best_weights_are_kept_and_early_stopping_ends_the_run(trainer_of):
     """A learning rate that ruins the model: the first evaluation stays the best."""
-    trainer = trainer_of(learning_rate=0.5, eval_steps=1, max_steps=30, early_stopping_patience=3, best_metric="loss",
-                         max_grad_norm=0, lr_scheduler="constant")
+    trainer = trainer_of(
+        learning_rate=0.5,
+        eval_steps=1,
+        max_steps=30,
+        early_stopping_patience=3,
+        best_metric="loss",
+        max_grad_norm=0,
+        lr_scheduler="constant",
+    )
     state = trainer.train()
     assert state.step == state.best_step + 3 < 30
     best = safetensors_tree.load(trainer.best_file)

@@ -9,11 +9,23 @@ from course_lib.training.unused_parameters import leave_undecayed, may_leave_out
 from testing import tiny_architectures
 
 
-@pytest.mark.parametrize(("architecture", "task", "leaves_out"), [
-    ("bert", "classification", False), ("bert", "masked_lm", False), ("gpt2", "causal_lm", False),
-    ("llama", "classification", False), ("t5", "classification", False), ("bart", "classification", False),
-    ("xlnet", "classification", True), ("xlnet", "causal_lm", True), ("roformer", "masked_lm", True),
-    ("squeezebert", "masked_lm", True), ("mixtral", "causal_lm", True), ("opt", "causal_lm", False)])
+@pytest.mark.parametrize(
+    ("architecture", "task", "leaves_out"),
+    [
+        ("bert", "classification", False),
+        ("bert", "masked_lm", False),
+        ("gpt2", "causal_lm", False),
+        ("llama", "classification", False),
+        ("t5", "classification", False),
+        ("bart", "classification", False),
+        ("xlnet", "classification", True),
+        ("xlnet", "causal_lm", True),
+        ("roformer", "masked_lm", True),
+        ("squeezebert", "masked_lm", True),
+        ("mixtral", "causal_lm", True),
+        ("opt", "causal_lm", False),
+    ],
+)
 def test_a_forward_of_a_few_tokens_shows_it(architecture, task, leaves_out):
     model = tiny_architectures.build(CONFIG_MAPPING[architecture], task).train().requires_grad_(True)
     before = torch.get_rng_state()

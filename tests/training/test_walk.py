@@ -21,8 +21,14 @@ def test_at_most_seven_files_for_one_zero3_step(calls):
 def test_the_walk_saw_the_whole_step(calls):
     names = [name for _, name in calls]
     assert names[0] == Trainer.train_step.__qualname__
-    for each in ("ShardedUnit.gather", "PerParamUnit.unpack", "Reduction.finish", "ShardedModule.clip_grad_norm_",
-                 "ShardedModule.step", "ShardedModule.zero_grad"):
+    for each in (
+        "ShardedUnit.gather",
+        "PerParamUnit.unpack",
+        "Reduction.finish",
+        "ShardedModule.clip_grad_norm_",
+        "ShardedModule.step",
+        "ShardedModule.zero_grad",
+    ):
         assert each in names
     gathers, frees = names.count("ShardedUnit.gather"), names.count("ShardedUnit.free")
     assert gathers > 2 and frees > 2 and walk.switches(calls) > 50

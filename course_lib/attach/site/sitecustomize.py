@@ -18,8 +18,9 @@ def run_the_hidden_one() -> None:
 
 def attach() -> None:
     """Our package, by where it lies: the job's Python may be another than the command's, and has no course then."""
-    spec = importlib.util.spec_from_file_location("course_lib", os.path.join(PACKAGE, "__init__.py"),
-                                                  submodule_search_locations=[PACKAGE])
+    spec = importlib.util.spec_from_file_location(
+        "course_lib", os.path.join(PACKAGE, "__init__.py"), submodule_search_locations=[PACKAGE]
+    )
     assert spec is not None and spec.loader is not None
     sys.modules["course_lib"] = package = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)

@@ -57,9 +57,22 @@ class Diagram:
         for number, line in enumerate(lines):
             self.text(MARGIN, 17 + 19 * number, line, TITLE, "start", bold=True)
 
-    def box(self, x: float, y: float, width: float, height: float, text: str = "", *, fill: str = EMPTY,
-            stroke: str = INK, dashed: bool = False, radius: float = 0, size: float = TEXT, bold: bool = False,
-            means: Any = None) -> Box:
+    def box(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        text: str = "",
+        *,
+        fill: str = EMPTY,
+        stroke: str = INK,
+        dashed: bool = False,
+        radius: float = 0,
+        size: float = TEXT,
+        bold: bool = False,
+        means: Any = None,
+    ) -> Box:
         """A rectangle, with lines of text in its middle."""
         drawn = Box(x, y, width, height, fill, stroke, dashed, radius, means)
         self.boxes.append(drawn)
@@ -67,8 +80,17 @@ class Diagram:
             self.text(*drawn.centre, text, size, colour=ink_on(fill), bold=bold)
         return drawn
 
-    def text(self, x: float, y: float, text: str, size: float = TEXT, anchor: str = "middle", colour: str = INK,
-             bold: bool = False, ground: bool = False) -> None:
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: float = TEXT,
+        anchor: str = "middle",
+        colour: str = INK,
+        bold: bool = False,
+        ground: bool = False,
+    ) -> None:
         """Lines of text around (x, y); a colour too pale for letters is darkened."""
         lines = text.split("\n")
         for number, line in enumerate(lines):
@@ -76,8 +98,16 @@ class Diagram:
             colour = colour if colour == EMPTY else letters(colour)
             self.labels.append(Label(x, middle, line, size, anchor, colour, bold, ground))
 
-    def arrow(self, *points: Point, colour: str = INK, width: float = 1.6, head: bool = True, dashed: bool = False,
-              bend: float = 0, means: Any = None) -> Arrow:
+    def arrow(
+        self,
+        *points: Point,
+        colour: str = INK,
+        width: float = 1.6,
+        head: bool = True,
+        dashed: bool = False,
+        bend: float = 0,
+        means: Any = None,
+    ) -> Arrow:
         """An arrow through points; a line where ``head`` is False."""
         drawn = Arrow(points, colour, width, head, dashed, bend, means)
         self.arrows.append(drawn)
@@ -104,13 +134,21 @@ class Diagram:
         """The diagram as one SVG element, with title and description for screen readers."""
         title, description = html.escape(self.title), html.escape(self.description)
         size = f"{self.width:g} {self.height:g}"
-        return "\n".join([
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" width="{self.width:g}" '
-            f'height="{self.height:g}" role="img" aria-label="{title}" font-family="{FONTS}" fill="none" '
-            'style="max-width:100%;height:auto">',
-            f"<title>{title}</title>", f"<desc>{description}</desc>", '<rect width="100%" height="100%" fill="#fff"/>',
-            _svg_boxes(self.boxes), *map(_svg_arrow, self.arrows), _svg_boxes(self._grounds()),
-            _svg_labels(self.labels), "</svg>"])
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" width="{self.width:g}" '
+                f'height="{self.height:g}" role="img" aria-label="{title}" font-family="{FONTS}" fill="none" '
+                'style="max-width:100%;height:auto">',
+                f"<title>{title}</title>",
+                f"<desc>{description}</desc>",
+                '<rect width="100%" height="100%" fill="#fff"/>',
+                _svg_boxes(self.boxes),
+                *map(_svg_arrow, self.arrows),
+                _svg_boxes(self._grounds()),
+                _svg_labels(self.labels),
+                "</svg>",
+            ]
+        )
 
     def png(self, scale: float = 1.0) -> bytes:
         """The same as a PNG, to be looked at: matplotlib draws the same boxes, labels and arrows."""
@@ -128,8 +166,10 @@ class Diagram:
     def _grounds(self) -> list[Box]:
         """White boxes under the labels that lie over lines."""
         extents = [label.extent for label in self.labels if label.ground]
-        return [Box(left - 3, top - 2, right - left + 6, bottom - top + 4, stroke="none")
-                for left, top, right, bottom in extents]
+        return [
+            Box(left - 3, top - 2, right - left + 6, bottom - top + 4, stroke="none")
+            for left, top, right, bottom in extents
+        ]
 
     def _repr_svg_(self) -> str:
         return self.svg()
@@ -164,8 +204,9 @@ def _svg_boxes(boxes: Sequence[Box]) -> str:
         look = f'fill="{_short(fill)}" stroke="{_short(stroke)}"' + ' stroke-dasharray="4 3"' * dashed
         sizes = [tuple(map(_number, (box.x, box.y, box.width, box.height))) for box in alike]
         if radius:
-            lines += [f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="{radius:g}" {look}/>'
-                      for x, y, w, h in sizes]
+            lines += [
+                f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="{radius:g}" {look}/>' for x, y, w, h in sizes
+            ]
         else:
             path = "".join(f"M{x} {y}h{w}v{h}h-{w}z" for x, y, w, h in sizes)
             lines.append(f'<path d="{path}" {look}/>')
@@ -175,11 +216,18 @@ def _svg_boxes(boxes: Sequence[Box]) -> str:
 def _svg_labels(labels: Sequence[Label]) -> str:
     lines = []
     for (size, anchor, colour, bold), alike in groupby(
-            labels, lambda label: (label.size, label.anchor, label.colour, label.bold)):
-        lines.append(f'<g font-size="{size:g}" fill="{_short(colour)}" text-anchor="{anchor}"'
-                     + ' font-weight="bold"' * bold + ">")
-        lines += [f'<text x="{_number(label.x)}" y="{_number(label.y + 0.35 * label.size)}">'
-                  f"{html.escape(label.text, quote=False)}</text>" for label in alike]
+        labels, lambda label: (label.size, label.anchor, label.colour, label.bold)
+    ):
+        lines.append(
+            f'<g font-size="{size:g}" fill="{_short(colour)}" text-anchor="{anchor}"'
+            + ' font-weight="bold"' * bold
+            + ">"
+        )
+        lines += [
+            f'<text x="{_number(label.x)}" y="{_number(label.y + 0.35 * label.size)}">'
+            f"{html.escape(label.text, quote=False)}</text>"
+            for label in alike
+        ]
         lines.append("</g>")
     return "\n".join(lines)
 
@@ -187,8 +235,11 @@ def _svg_labels(labels: Sequence[Label]) -> str:
 def _svg_arrow(arrow: Arrow) -> str:
     first, *others = _points(arrow.shaft)
     curve = f"Q{' '.join(_points([arrow.control]))} {others[-1]}" if arrow.bend else "L" + " ".join(others)
-    line = (f'<path d="M{first}{curve}" stroke="{_short(arrow.colour)}" stroke-width="{arrow.width:g}"'
-            + ' stroke-dasharray="5 3"' * arrow.dashed + "/>")
+    line = (
+        f'<path d="M{first}{curve}" stroke="{_short(arrow.colour)}" stroke-width="{arrow.width:g}"'
+        + ' stroke-dasharray="5 3"' * arrow.dashed
+        + "/>"
+    )
     tip = f'<path d="M{" ".join(_points(arrow.tip))}z" fill="{_short(arrow.colour)}"/>'
     return line + tip * arrow.head
 
@@ -202,22 +253,48 @@ def _paint(axes: Any, thing: Box | Label | Arrow, order: int) -> None:
     points = 0.72  # per pixel
     if isinstance(thing, Box):
         style = f"round,pad=0,rounding_size={thing.radius}" if thing.radius else "square,pad=0"
-        patch = FancyBboxPatch((thing.x, thing.y), thing.width, thing.height, boxstyle=style, facecolor=thing.fill,
-                               edgecolor=thing.stroke, linewidth=points, zorder=order,
-                               linestyle=(0, (4, 3)) if thing.dashed else "-")
+        patch = FancyBboxPatch(
+            (thing.x, thing.y),
+            thing.width,
+            thing.height,
+            boxstyle=style,
+            facecolor=thing.fill,
+            edgecolor=thing.stroke,
+            linewidth=points,
+            zorder=order,
+            linestyle=(0, (4, 3)) if thing.dashed else "-",
+        )
         axes.add_patch(patch)
     elif isinstance(thing, Label):
-        axes.text(thing.x, thing.y + 0.35 * thing.size, thing.text, fontsize=points * thing.size, color=thing.colour,
-                  ha={"start": "left", "middle": "center", "end": "right"}[thing.anchor], va="baseline",
-                  fontweight="bold" if thing.bold else "normal", zorder=order, fontfamily="DejaVu Sans",
-                  parse_math=False)
+        axes.text(
+            thing.x,
+            thing.y + 0.35 * thing.size,
+            thing.text,
+            fontsize=points * thing.size,
+            color=thing.colour,
+            ha={"start": "left", "middle": "center", "end": "right"}[thing.anchor],
+            va="baseline",
+            fontweight="bold" if thing.bold else "normal",
+            zorder=order,
+            fontfamily="DejaVu Sans",
+            parse_math=False,
+        )
     else:
         shaft = list(thing.shaft)
         if thing.bend:
             path = Path([shaft[0], thing.control, shaft[-1]], [Path.MOVETO, Path.CURVE3, Path.CURVE3])
         else:
             path = Path(shaft)
-        axes.add_patch(PathPatch(path, fill=False, edgecolor=thing.colour, linewidth=points * thing.width,
-                                 capstyle="butt", zorder=order, linestyle=(0, (3, 2)) if thing.dashed else "-"))
+        axes.add_patch(
+            PathPatch(
+                path,
+                fill=False,
+                edgecolor=thing.colour,
+                linewidth=points * thing.width,
+                capstyle="butt",
+                zorder=order,
+                linestyle=(0, (3, 2)) if thing.dashed else "-",
+            )
+        )
         if thing.head:
             axes.add_patch(Polygon(thing.tip, closed=True, facecolor=thing.colour, linewidth=0, zorder=order))

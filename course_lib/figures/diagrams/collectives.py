@@ -55,31 +55,56 @@ def ring(ranks: int = 4) -> Diagram:
         f"Two rows of panels. Each panel shows {ranks} ranks side by side, each with a column of {ranks} parts; a "
         "number says how many ranks' shares are summed in a part, and arrows show what is sent to the next rank. In "
         f"the upper row, the reduce-scatter, sums grow until each rank has one part with {ranks} shares. In the lower "
-        "row, the all-gather, these parts go round until every rank has all of them.")
+        "row, the all-gather, these parts go round until every rank has all of them.",
+    )
     held = {(rank, part): frozenset({rank}) for rank in range(ranks) for part in range(ranks)}
     top = diagram.head + 14
     panel = (WIDTH - 2 * MARGIN) / ranks
-    for phase, part_of, says in (("reduce-scatter", reduced_part, "sums grow"),
-                                 ("all-gather", gathered_part, "finished parts go round")):
+    for phase, part_of, says in (
+        ("reduce-scatter", reduced_part, "sums grow"),
+        ("all-gather", gathered_part, "finished parts go round"),
+    ):
         diagram.text(MARGIN, top, f"{phase}: {says}", anchor="start", bold=True, colour=SENT)
         top += 16
         for step in range(1, ranks + 1):
             left = MARGIN + (step - 1) * panel
-            sends = [Send(step, rank, (rank + 1) % ranks, part, held[rank, part]) for rank in range(ranks)
-                     for part in [part_of(rank, ranks, step)]] if step < ranks else []
+            sends = (
+                [
+                    Send(step, rank, (rank + 1) % ranks, part, held[rank, part])
+                    for rank in range(ranks)
+                    for part in [part_of(rank, ranks, step)]
+                ]
+                if step < ranks
+                else []
+            )
             caption = f"step {step}" if sends else ("one sum per rank" if phase == "reduce-scatter" else "all sums")
             _panel(diagram, ranks, left, top, panel, caption, phase, held, sends)
             for send in sends:
                 before = held[send.to, send.part] if phase == "reduce-scatter" else frozenset()
                 held[send.to, send.part] = send.shares | before
         top += 58 + ranks * 24
-    diagram.text(MARGIN, top - 6, "number in a part: how many ranks' gradients are summed in it;  "
-                 f"solid: the sum of all {ranks}", SMALL, "start", GREY)
+    diagram.text(
+        MARGIN,
+        top - 6,
+        f"number in a part: how many ranks' gradients are summed in it;  solid: the sum of all {ranks}",
+        SMALL,
+        "start",
+        GREY,
+    )
     return diagram
 
 
-def _panel(diagram: Diagram, ranks: int, left: float, top: float, width: float, caption: str, phase: str,
-           held: dict[tuple[int, int], frozenset[int]], sends: list[Send]) -> None:
+def _panel(
+    diagram: Diagram,
+    ranks: int,
+    left: float,
+    top: float,
+    width: float,
+    caption: str,
+    phase: str,
+    held: dict[tuple[int, int], frozenset[int]],
+    sends: list[Send],
+) -> None:
     """All ranks' parts before a step, and what is sent in it; the last rank's message leaves and enters at the edge."""
     pitch = (width - 24) / ranks
     cell = min(22.0, pitch * 0.56)
@@ -90,9 +115,16 @@ def _panel(diagram: Diagram, ranks: int, left: float, top: float, width: float, 
         for part in range(ranks):
             shares = held[rank, part]
             whole = len(shares) == ranks
-            diagram.box(x, top + 16 + part * 24, cell, 20, str(len(shares)), size=SMALL,
-                        fill=tint(COLOURS["gradients"], 1.0 if whole else 0.12 + 0.4 * (len(shares) - 1) / ranks),
-                        means=(phase, caption, rank, part, shares))
+            diagram.box(
+                x,
+                top + 16 + part * 24,
+                cell,
+                20,
+                str(len(shares)),
+                size=SMALL,
+                fill=tint(COLOURS["gradients"], 1.0 if whole else 0.12 + 0.4 * (len(shares) - 1) / ranks),
+                means=(phase, caption, rank, part, shares),
+            )
         diagram.text(x + cell / 2, top + 24 + ranks * 24, str(rank), SMALL, colour=GREY)
     diagram.text(left + 4, top + 24 + ranks * 24, "rank" if width > 220 else "", SMALL, "start", GREY)
     for send in sends:
@@ -119,7 +151,8 @@ def all_reduce_in_two(ranks: int = 4) -> Diagram:
         "An all-reduce is a reduce-scatter and an all-gather; ZeRO puts the optimizer between",
         f"Three grids of {ranks} ranks by {ranks} parts of a bucket. Left: every rank has its own gradient of every "
         "part. Middle, after the reduce-scatter: each rank has the sum of one part. Right, after the all-gather: every "
-        f"rank has the sum of every part. Each half sends {ranks - 1}/{ranks} of the bucket per rank.")
+        f"rank has the sum of every part. Each half sends {ranks - 1}/{ranks} of the bucket per rank.",
+    )
     cell, row, gap = 26.0, 30.0, 170.0
     grid = ranks * cell
     left = 70 + (WIDTH - 70 - MARGIN - 3 * grid - 2 * gap) / 2 if ranks < 5 else 70.0
@@ -132,31 +165,74 @@ def all_reduce_in_two(ranks: int = 4) -> Diagram:
         y = top + rank * row
         diagram.text(left - 8, y + 12, f"rank {rank}", anchor="end")
         for part in range(ranks):
-            diagram.box(columns[0] + part * cell, y, cell, 24, "ABCDE"[part].lower(), size=SMALL,
-                        fill=tint(COLOURS["gradients"], 0.25), means=("own", rank, part))
+            diagram.box(
+                columns[0] + part * cell,
+                y,
+                cell,
+                24,
+                "ABCDE"[part].lower(),
+                size=SMALL,
+                fill=tint(COLOURS["gradients"], 0.25),
+                means=("own", rank, part),
+            )
             whole = COLOURS["gradients"]
             if part == rank:
-                diagram.box(columns[1] + part * cell, y, cell, 24, "ABCDE"[part], fill=whole, bold=True,
-                            means=("reduced", rank, part))
+                diagram.box(
+                    columns[1] + part * cell,
+                    y,
+                    cell,
+                    24,
+                    "ABCDE"[part],
+                    fill=whole,
+                    bold=True,
+                    means=("reduced", rank, part),
+                )
             else:
                 diagram.box(columns[1] + part * cell, y, cell, 24, stroke="#BBBBBB", dashed=True)
-            diagram.box(columns[2] + part * cell, y, cell, 24, "ABCDE"[part], fill=whole, bold=True,
-                        means=("gathered", rank, part))
+            diagram.box(
+                columns[2] + part * cell,
+                y,
+                cell,
+                24,
+                "ABCDE"[part],
+                fill=whole,
+                bold=True,
+                means=("gathered", rank, part),
+            )
     middle = top + ranks * row / 2 - 3
     for x, name in ((columns[0] + grid, "reduce-scatter"), (columns[1] + grid, "all-gather")):
         diagram.arrow((x + 10, middle), (x + gap - 10, middle), colour=SENT, width=2.4)
         diagram.text(x + gap / 2, middle - 14, name, bold=True, colour=SENT)
-        diagram.text(x + gap / 2, middle + 15, f"{ranks - 1}/{ranks} of the bucket\nsent per rank"
-                     if gap < 165 else f"{ranks - 1}/{ranks} of the bucket sent\nper rank", SMALL,
-                     colour=GREY)
+        diagram.text(
+            x + gap / 2,
+            middle + 15,
+            f"{ranks - 1}/{ranks} of the bucket\nsent per rank"
+            if gap < 165
+            else f"{ranks - 1}/{ranks} of the bucket sent\nper rank",
+            SMALL,
+            colour=GREY,
+        )
     start, end = columns[0] + grid / 2, columns[2] + grid / 2
     over = diagram.head + 24
     diagram.arrow((start, top - 24), (start, over), (end, over), (end, top - 24), colour=SENT, width=1.4)
-    diagram.text((start + end) / 2, over, f"all-reduce: 2 · {ranks - 1}/{ranks} of the bucket sent per rank",
-                 colour=SENT, bold=True, ground=True)
+    diagram.text(
+        (start + end) / 2,
+        over,
+        f"all-reduce: 2 · {ranks - 1}/{ranks} of the bucket sent per rank",
+        colour=SENT,
+        bold=True,
+        ground=True,
+    )
     bottom = top + ranks * row + 20
-    diagram.arrow((columns[1] + grid / 2, bottom - 4), (columns[1] + grid / 2, top + ranks * row - 2),
-                  colour=COLOURS["optimizer states"])
-    diagram.text(columns[1] + grid / 2, bottom + 6, colour=COLOURS["optimizer states"],
-                 text="ZeRO: each rank updates the weights of its own part, and weights are gathered")
+    diagram.arrow(
+        (columns[1] + grid / 2, bottom - 4),
+        (columns[1] + grid / 2, top + ranks * row - 2),
+        colour=COLOURS["optimizer states"],
+    )
+    diagram.text(
+        columns[1] + grid / 2,
+        bottom + 6,
+        colour=COLOURS["optimizer states"],
+        text="ZeRO: each rank updates the weights of its own part, and weights are gathered",
+    )
     return diagram

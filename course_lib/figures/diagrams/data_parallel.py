@@ -14,8 +14,9 @@ from course_lib.parallel.ddp import in_buckets
 LAYERS = {"embedding": 3, "block 0": 2, "block 1": 2, "block 2": 2, "head": 1}
 
 
-def buckets(layers: Mapping[str, int] | None = None, bucket_size: int = 3, first_bucket: int = 1,
-            send_per_unit: float = 0.8) -> Diagram:
+def buckets(
+    layers: Mapping[str, int] | None = None, bucket_size: int = 3, first_bucket: int = 1, send_per_unit: float = 0.8
+) -> Diagram:
     """Gradients arrive from the last layer to the first, and a bucket leaves when it is full, while backward goes on.
 
     Args:
@@ -35,8 +36,12 @@ def buckets(layers: Mapping[str, int] | None = None, bucket_size: int = 3, first
     # One byte per unit of size, so that the library's own rule cuts the buckets.
     gradients = {name: torch.empty(sizes[name], dtype=torch.uint8, device="meta") for name in names}
     cut = in_buckets(gradients.values(), first_bucket, bucket_size)
-    of = {name: number for number, bucket in enumerate(cut) for name, gradient in gradients.items()
-          if any(gradient is one for one in bucket)}
+    of = {
+        name: number
+        for number, bucket in enumerate(cut)
+        for name, gradient in gradients.items()
+        if any(gradient is one for one in bucket)
+    }
     total = sum(sizes.values())
     ready, clock = [0.0] * len(cut), 0.0
     for name in names:
@@ -53,7 +58,8 @@ def buckets(layers: Mapping[str, int] | None = None, bucket_size: int = 3, first
         f"A bucket leaves as soon as it is full: {share:.0%} of the all-reduce runs while backward still computes",
         f"Two lanes over time. The upper one is the backward, layer by layer from {names[0]} to {names[-1]}; the lower "
         f"one the all-reduces of {len(cut)} buckets, each of which starts when its last gradient is there "
-        "and the all-reduce before it has ended. The last one starts only after the backward.")
+        "and the all-reduce before it has ended. The last one starts only after the backward.",
+    )
     left, top = 92.0, diagram.head + 12
     scale = (WIDTH - MARGIN - 8 - left) / max(end, total)
     lower = top + 96
@@ -62,8 +68,16 @@ def buckets(layers: Mapping[str, int] | None = None, bucket_size: int = 3, first
     clock = 0.0
     for name in names:
         width = sizes[name] * scale
-        diagram.box(left + clock * scale, top, width, 36, name.replace(" ", "\n") if width < 62 else name, size=SMALL,
-                    fill=COLOURS["backward"], means=("backward", name, of[name]))
+        diagram.box(
+            left + clock * scale,
+            top,
+            width,
+            36,
+            name.replace(" ", "\n") if width < 62 else name,
+            size=SMALL,
+            fill=COLOURS["backward"],
+            means=("backward", name, of[name]),
+        )
         clock += sizes[name]
         if clock == ready[of[name]]:
             x = left + clock * scale
@@ -71,8 +85,16 @@ def buckets(layers: Mapping[str, int] | None = None, bucket_size: int = 3, first
             diagram.arrow((x, top + 38), (start + 1, lower - 2), colour=SENT, means=("full", of[name]))
     for number, (start, stop) in enumerate(spans):
         width = (stop - start) * scale
-        diagram.box(left + start * scale, lower, width, 36, f"bucket {number}" if width > 56 else str(number),
-                    fill=SENT, size=SMALL, means=("all-reduce", number, start, stop))
+        diagram.box(
+            left + start * scale,
+            lower,
+            width,
+            36,
+            f"bucket {number}" if width > 56 else str(number),
+            fill=SENT,
+            size=SMALL,
+            means=("all-reduce", number, start, stop),
+        )
     finish = left + total * scale
     diagram.arrow((finish, top - 8), (finish, lower + 44), head=False, dashed=True, colour=GREY, width=1.2)
     diagram.text(finish, lower + 52, "backward ends", SMALL, colour=GREY)
@@ -91,7 +113,7 @@ def dealt_rows(rows: int, batch_size: int, ranks: int) -> list[list[list[int]]]:
     """
     rounds = -(-rows // (batch_size * ranks))
     order = [place % rows for place in range(rounds * ranks * batch_size)]
-    batches = [order[start:start + batch_size] for start in range(0, len(order), batch_size)]
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     return [batches[rank::ranks] for rank in range(ranks)]
 
 
@@ -108,23 +130,34 @@ def dealing(rows: int = 10, batch_size: int = 4, ranks: int = 2) -> Diagram:
     dealt = dealt_rows(rows, batch_size, ranks)
     rounds = len(dealt[0])
     if not (0 < rows <= 24 and 1 <= batch_size <= 6 and 1 <= ranks <= 4 and rounds * batch_size <= 16):
-        raise ConfigError(f"a diagram of {rows} rows in batches of {batch_size} on {ranks} ranks",
-                          "take at most 24 rows, batches of 1 to 6, 1 to 4 ranks and 16 rows per rank")
+        raise ConfigError(
+            f"a diagram of {rows} rows in batches of {batch_size} on {ranks} ranks",
+            "take at most 24 rows, batches of 1 to 6, 1 to 4 ranks and 16 rows per rank",
+        )
     computed = ranks * rounds * batch_size
     diagram = Diagram(
         f"{ranks} rank{'s' * (ranks > 1)} compute{'s' * (ranks == 1)} {computed} rows of {rows}: "
-        + (f"the last round repeats {computed - rows}" if computed > rows
-           else "no row comes twice"),
+        + (f"the last round repeats {computed - rows}" if computed > rows else "no row comes twice"),
         f"A lane of {rows} rows, cut into batches of {batch_size}. Below it a lane per rank: in each round a rank "
         "takes the next batch. What is missing in the last round is filled up with the first rows again, drawn dashed; "
-        "gather_for_metrics drops those.")
+        "gather_for_metrics drops those.",
+    )
     left, top = 72.0, diagram.head + 12
     size = min(26.0, (WIDTH - MARGIN - left) / rows)
     diagram.text(left - 8, top + 14, "the data", anchor="end")
     for row in range(rows):
         owner = row // batch_size % ranks
-        diagram.box(left + row * size, top, size - 2, 28, str(row), fill=tint(SERIES[owner], 0.35), stroke="none",
-                    size=SMALL, means=("data", row, owner))
+        diagram.box(
+            left + row * size,
+            top,
+            size - 2,
+            28,
+            str(row),
+            fill=tint(SERIES[owner], 0.35),
+            stroke="none",
+            size=SMALL,
+            means=("data", row, owner),
+        )
     gap, seen = 40.0, set[int]()
     pitch = batch_size * 26.0 + gap
     for number in range(rounds):
@@ -138,11 +171,27 @@ def dealing(rows: int = 10, batch_size: int = 4, ranks: int = 2) -> Diagram:
                 again = row in seen
                 seen.add(row)
                 fill = EMPTY if again else tint(SERIES[rank], 0.35)
-                diagram.box(x + position * 26, y, 24, 28, str(row), fill=fill, stroke=GREY if again else "none",
-                            dashed=again, size=SMALL, means=("dealt", rank, number, row, again))
+                diagram.box(
+                    x + position * 26,
+                    y,
+                    24,
+                    28,
+                    str(row),
+                    fill=fill,
+                    stroke=GREY if again else "none",
+                    dashed=again,
+                    size=SMALL,
+                    means=("dealt", rank, number, row, again),
+                )
     if computed > rows:
-        diagram.text(left, top + 80 + ranks * 38, "dashed: repeated, so that every rank has a whole batch; "
-                     "gather_for_metrics drops these rows", SMALL, "start", GREY)
+        diagram.text(
+            left,
+            top + 80 + ranks * 38,
+            "dashed: repeated, so that every rank has a whole batch; gather_for_metrics drops these rows",
+            SMALL,
+            "start",
+            GREY,
+        )
     return diagram
 
 
@@ -160,7 +209,8 @@ def no_sync(micro_batches: int = 4, all_reduce: float = 1.5) -> Diagram:
     diagram = Diagram(
         f"With no_sync the gradient travels once per step; without it {micro_batches} times",
         f"Two lanes over time, each with {micro_batches} forward and backward passes. In the upper lane an all-reduce "
-        "follows every backward pass; in the lower one only the last, and the step ends earlier.")
+        "follows every backward pass; in the lower one only the last, and the step ends earlier.",
+    )
     left, top = 92.0, diagram.head + 12
     scale = (WIDTH - MARGIN - left) / (micro_batches * (3 + all_reduce))
     for lane, (name, every) in enumerate((("without", True), ("with no_sync", False))):
@@ -172,8 +222,16 @@ def no_sync(micro_batches: int = 4, all_reduce: float = 1.5) -> Diagram:
                 parts.append(("all-reduce", all_reduce, SENT))
             for kind, length, colour in parts:
                 label = kind if len(kind) == 1 or length * scale > 66 else "all-\nreduce"
-                diagram.box(left + clock * scale, y, length * scale, 40, label, fill=colour, size=SMALL,
-                            means=(lane, number, kind))
+                diagram.box(
+                    left + clock * scale,
+                    y,
+                    length * scale,
+                    40,
+                    label,
+                    fill=colour,
+                    size=SMALL,
+                    means=(lane, number, kind),
+                )
                 clock += length
     diagram.time_axis(left, WIDTH - MARGIN, top + 116)
     return diagram

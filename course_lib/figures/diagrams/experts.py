@@ -23,7 +23,7 @@ def two_all_to_alls(counts: Sequence[Sequence[int]]) -> Diagram:
     ranks, experts = len(counts), len(counts[0])
     check_ranks(ranks, most=4)
     share = experts // ranks
-    to = [[sum(row[there * share:(there + 1) * share]) for there in range(ranks)] for row in counts]
+    to = [[sum(row[there * share : (there + 1) * share]) for there in range(ranks)] for row in counts]
     worked = [sum(row[there] for row in to) for there in range(ranks)]
     most = max(range(ranks), key=worked.__getitem__)
     diagram = Diagram(
@@ -31,39 +31,87 @@ def two_all_to_alls(counts: Sequence[Sequence[int]]) -> Diagram:
         f"{ranks} rows, one per rank. Left, the copies of its tokens; in the middle, its {share} of {experts} experts "
         "with the copies that each of them gets from all ranks; right, the outputs, back at their tokens. Lines from "
         "every box on the left to every rank's experts are the first all-to-all, those from there to the right the "
-        "second, as wide as the copies that travel: " + "; ".join(
+        "second, as wide as the copies that travel: "
+        + "; ".join(
             f"rank {here} sends {', '.join(f'{number} to rank {there}' for there, number in enumerate(row))}"
-            for here, row in enumerate(to)) + ".")
+            for here, row in enumerate(to)
+        )
+        + ".",
+    )
     top = diagram.head + 34
     widest = max(map(max, to))
-    for x, text, colour in ((76, "copies of its tokens", COLOURS["activations"]), (202, "all-to-all", SENT),
-                            (360, "experts e, with their copies", COLOURS["parameters"]), (518, "all-to-all", SENT),
-                            (650, "its outputs", COLOURS["activations"])):
+    for x, text, colour in (
+        (76, "copies of its tokens", COLOURS["activations"]),
+        (202, "all-to-all", SENT),
+        (360, "experts e, with their copies", COLOURS["parameters"]),
+        (518, "all-to-all", SENT),
+        (650, "its outputs", COLOURS["activations"]),
+    ):
         diagram.text(x, top - 14, text, SMALL, colour=colour, bold=True)
     tokens, homes, outputs = [], [], []
     for rank in range(ranks):
         y = top + rank * ROW
-        tokens.append(diagram.box(20, y + 18, 112, 42, f"rank {rank}\n{sum(to[rank])} copies",
-                                  fill=tint(COLOURS["activations"], 0.5), size=SMALL, means=("tokens", rank)))
+        tokens.append(
+            diagram.box(
+                20,
+                y + 18,
+                112,
+                42,
+                f"rank {rank}\n{sum(to[rank])} copies",
+                fill=tint(COLOURS["activations"], 0.5),
+                size=SMALL,
+                means=("tokens", rank),
+            )
+        )
         homes.append(diagram.box(270, y, 180, 78, fill="#FFFFFF", means=("rank", rank, worked[rank])))
         each = 172 / share
         for place in range(share):
             number = sum(row[rank * share + place] for row in counts)
-            diagram.box(274 + place * each, y + 4, each - 2, 40, f"e{rank * share + place}\n{number}", size=SMALL,
-                        fill=tint(COLOURS["parameters"], 0.75 * number / max(sum(column) for column in
-                                                                              zip(*counts, strict=True))),
-                        means=("expert", rank * share + place, number))
+            diagram.box(
+                274 + place * each,
+                y + 4,
+                each - 2,
+                40,
+                f"e{rank * share + place}\n{number}",
+                size=SMALL,
+                fill=tint(
+                    COLOURS["parameters"], 0.75 * number / max(sum(column) for column in zip(*counts, strict=True))
+                ),
+                means=("expert", rank * share + place, number),
+            )
         diagram.text(360, y + 61, f"rank {rank}: {worked[rank]} copies", SMALL, bold=True)
-        outputs.append(diagram.box(588, y + 18, 112, 42, f"rank {rank}\n{sum(to[rank])} outputs",
-                                   fill=tint(COLOURS["activations"], 0.5), size=SMALL, means=("outputs", rank)))
+        outputs.append(
+            diagram.box(
+                588,
+                y + 18,
+                112,
+                42,
+                f"rank {rank}\n{sum(to[rank])} outputs",
+                fill=tint(COLOURS["activations"], 0.5),
+                size=SMALL,
+                means=("outputs", rank),
+            )
+        )
     for here in range(ranks):
         for there in range(ranks):
             wide = 0.6 + 7 * to[here][there] / widest
             of_here, of_there = (here + 1) / (ranks + 1), (there + 1) / (ranks + 1)
             colour = SENT if here != there else GREY
-            diagram.arrow(tokens[here].edge("right", of_there), homes[there].edge("left", of_here), colour=colour,
-                          width=wide, head=False, means=("there", here, there, to[here][there]))
-            diagram.arrow(homes[there].edge("right", of_here), outputs[here].edge("left", of_there), colour=colour,
-                          width=wide, head=False, means=("back", there, here, to[here][there]))
+            diagram.arrow(
+                tokens[here].edge("right", of_there),
+                homes[there].edge("left", of_here),
+                colour=colour,
+                width=wide,
+                head=False,
+                means=("there", here, there, to[here][there]),
+            )
+            diagram.arrow(
+                homes[there].edge("right", of_here),
+                outputs[here].edge("left", of_there),
+                colour=colour,
+                width=wide,
+                head=False,
+                means=("back", there, here, to[here][there]),
+            )
     diagram.text(360, top + ranks * ROW - 4, "grey lines stay on their rank: nothing is sent", SMALL, colour=GREY)
     return diagram

@@ -6,9 +6,14 @@ from course_lib.figures.diagrams.marks import GREY, INK, MARGIN, SMALL, WIDTH
 from course_lib.figures.style import COLOURS
 from course_lib.planning.memory import Memory
 
-KIND_COLOURS = {"parameters": COLOURS["parameters"], "optimizer": COLOURS["optimizer states"],
-                "gradients": COLOURS["gradients"], "activations": COLOURS["activations"], "logits": "#8C4D76",
-                "buffers": COLOURS["communication"]}
+KIND_COLOURS = {
+    "parameters": COLOURS["parameters"],
+    "optimizer": COLOURS["optimizer states"],
+    "gradients": COLOURS["gradients"],
+    "activations": COLOURS["activations"],
+    "logits": "#8C4D76",
+    "buffers": COLOURS["communication"],
+}
 HEIGHT = 190
 """Pixels of the highest column."""
 
@@ -56,7 +61,8 @@ def step_memory(held: Memory, groups: int = 4) -> Diagram:
         f"{len(points)} columns over one step: {groups} parts of the forward pass, the loss, {groups} parts of the "
         "backward pass, the update. A column is a stack of parameters, optimizer, gradients, activations, logits and "
         "buffers, as high as its bytes. Activations pile up in the forward pass and go in the backward pass; "
-        + ("gradients are there all the time." if held.gradients_wait else "gradients come in their place."))
+        + ("gradients are there all the time." if held.gradients_wait else "gradients come in their place."),
+    )
     top = diagram.head + 6
     for number, (kind, colour) in enumerate(KIND_COLOURS.items()):
         x, y = MARGIN + 4.0 + number % 3 * 230, top + number // 3 * 20
@@ -70,8 +76,9 @@ def step_memory(held: Memory, groups: int = 4) -> Diagram:
             if size:
                 height = HEIGHT * size / most
                 y -= height
-                diagram.box(x, y, pitch - 8, height, fill=KIND_COLOURS[kind], stroke="none",
-                            means=(number, name, kind, size))
+                diagram.box(
+                    x, y, pitch - 8, height, fill=KIND_COLOURS[kind], stroke="none", means=(number, name, kind, size)
+                )
         middle = x + (pitch - 8) / 2
         diagram.text(middle, y - 9, f"{total / 2**30:.1f}", SMALL, colour=INK, bold=total == most)
         diagram.text(middle, base + 11, part or name, SMALL, colour=GREY)

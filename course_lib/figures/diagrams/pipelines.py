@@ -30,7 +30,8 @@ def who_waits(name: str = "1f1b", ranks: int = 3, microbatches: int = 4) -> Diag
         f"{name}: the ranks are idle for {float(timeline.bubble):.0%} of the time",
         f"{ranks} lanes over time, one per rank, with the forwards F and backwards of {microbatches} micro-batches in "
         "the order of the schedule's table. Arrows are the messages of micro-batch 0: activations down to the next "
-        "rank, gradients up again. Grey is idle.")
+        "rank, gradients up again. Grey is idle.",
+    )
     left, top = 72.0, diagram.head + 10
     scale = (WIDTH - MARGIN - left) / float(timeline.makespan)
     ends: dict[tuple[int, str], tuple[float, float]] = {}
@@ -45,10 +46,12 @@ def who_waits(name: str = "1f1b", ranks: int = 3, microbatches: int = 4) -> Diag
                 ends[rank, "F" if span.action.kind == F else "B"] = (start, end)
     for rank in range(ranks - 1):
         y = top + rank * 58
-        diagram.arrow((ends[rank, "F"][1], y + 32), (ends[rank + 1, "F"][0] + 4, y + 58), colour=SENT,
-                      means=(rank, rank + 1))
-        diagram.arrow((ends[rank + 1, "B"][1], y + 58), (ends[rank, "B"][0] + 4, y + 32), colour=SENT,
-                      means=(rank + 1, rank))
+        diagram.arrow(
+            (ends[rank, "F"][1], y + 32), (ends[rank + 1, "F"][0] + 4, y + 58), colour=SENT, means=(rank, rank + 1)
+        )
+        diagram.arrow(
+            (ends[rank + 1, "B"][1], y + 58), (ends[rank, "B"][0] + 4, y + 32), colour=SENT, means=(rank + 1, rank)
+        )
     diagram.time_axis(left, WIDTH - MARGIN, top + ranks * 58 - 12)
     return diagram
 
@@ -66,20 +69,35 @@ def the_v(ranks: int = 4) -> Diagram:
     diagram = Diagram(
         f"In a V, rank 0 holds the first stage and the last: stages 0 and {2 * ranks - 1}",
         f"{ranks} rows, one per rank, with two stages each. Activations go down the left column from rank 0 to the "
-        "last rank, which passes them to its own second stage, and up the right column to rank 0, which has the loss.")
+        "last rank, which passes them to its own second stage, and up the right column to rank 0, which has the loss.",
+    )
     top = diagram.head + 12
     boxes = []
     for stage, rank in enumerate(places):
         x = 170.0 if stage < ranks else 430.0
-        boxes.append(diagram.box(x, top + rank * 52, 130, 32, f"stage {stage}", fill=tint(
-            COLOURS["forward"], 0.35 if stage < ranks else 0.9), means=(stage, rank)))
+        boxes.append(
+            diagram.box(
+                x,
+                top + rank * 52,
+                130,
+                32,
+                f"stage {stage}",
+                fill=tint(COLOURS["forward"], 0.35 if stage < ranks else 0.9),
+                means=(stage, rank),
+            )
+        )
         if stage < ranks:
             diagram.text(150, top + rank * 52 + 16, f"rank {rank}", anchor="end", bold=True)
     for before, after in zip(boxes, boxes[1:], strict=False):
         inside = before.y == after.y
         start, end = ("right", "left") if inside else (("bottom", "top") if after.y > before.y else ("top", "bottom"))
-        diagram.arrow(before.edge(start), after.edge(end), colour=COLOURS["neutral"] if inside else SENT, width=2,
-                      means=(before.means[0], after.means[0]))
+        diagram.arrow(
+            before.edge(start),
+            after.edge(end),
+            colour=COLOURS["neutral"] if inside else SENT,
+            width=2,
+            means=(before.means[0], after.means[0]),
+        )
     diagram.text(580, top + 16, "loss", anchor="start", bold=True)
     diagram.text(580, top + (ranks - 1) * 52 + 16, "no message:\nthe same rank", SMALL, "start")
     return diagram
@@ -94,7 +112,8 @@ def who_needs_what() -> Diagram:
         "The stage before waits for I alone; no rank waits for W, so it can fill a bubble",
         "Three boxes for one stage: F, the forward, I, the gradient of the input, and W, the gradient of the weights. "
         "F gives activations to the next stage, I takes the gradient from the next stage and gives one to the stage "
-        "before. W takes what F and I leave, and gives its result only to the optimizer.")
+        "before. W takes what F and I leave, and gives its result only to the optimizer.",
+    )
     top = diagram.head + 14
     before = diagram.box(14, top, 110, 150, "stage\nbefore", fill="#F6F6F6", radius=6)
     after = diagram.box(596, top, 110, 150, "next\nstage", fill="#F6F6F6", radius=6)
@@ -102,9 +121,12 @@ def who_needs_what() -> Diagram:
     inputs = diagram.box(270, top + 105, 180, 40, "I  gradient of input", fill=FILLS[I], means=I)
     weights = diagram.box(270, top + 200, 180, 40, "W  gradient of weights", fill=FILLS[W], means=W)
     optimizer = diagram.box(596, top + 200, 110, 40, "optimizer", fill=COLOURS["optimizer"])
-    for start, end, y, text in ((before.right, forward.x, 20, "activations"),
-                                (forward.right, after.x, 20, "activations"),
-                                (after.x, inputs.right, 125, "gradient"), (inputs.x, before.right, 125, "gradient")):
+    for start, end, y, text in (
+        (before.right, forward.x, 20, "activations"),
+        (forward.right, after.x, 20, "activations"),
+        (after.x, inputs.right, 125, "gradient"),
+        (inputs.x, before.right, 125, "gradient"),
+    ):
         diagram.arrow((start, top + y), (end, top + y), colour=SENT, width=2, means=(start, end))
         diagram.text((start + end) / 2, top + y - 11, text, SMALL, colour=SENT)
     diagram.arrow(forward.edge("bottom"), inputs.edge("top"))

@@ -25,7 +25,8 @@ def keys_on_the_ring(ranks: int = 3) -> Diagram:
         f"One row for each of {ranks} ranks, one column for each of {ranks} steps. A box says whose keys and values "
         "the rank has. Step 0: its own. After every step but the last each rank hands its block to the next. A "
         "strong colour means that all of the block's keys are seen, a pale one half of them, because they are the "
-        "rank's own, and grey none, because they come later in the sequence.")
+        "rank's own, and grey none, because they come later in the sequence.",
+    )
     left, top, high = 82.0, diagram.head + 38, 40.0
     pitch = (WIDTH - MARGIN - left) / ranks
     wide = pitch - 62
@@ -41,11 +42,20 @@ def keys_on_the_ring(ranks: int = 3) -> Diagram:
             diagram.box(x, y, wide, high, f"k, v of rank {owner}", fill=fill, means=(rank, step, owner))
             if step + 1 < ranks:
                 lower = top + (rank + 1) % ranks * (high + 26) + high / 2
-                diagram.arrow((x + wide + 3, y + high / 2), (x + pitch - 3, lower), colour=SENT,
-                              means=(step, rank, (rank + 1) % ranks))
+                diagram.arrow(
+                    (x + wide + 3, y + high / 2),
+                    (x + pitch - 3, lower),
+                    colour=SENT,
+                    means=(step, rank, (rank + 1) % ranks),
+                )
     bottom = top + ranks * (high + 26) + 6
-    for place, (fill, text) in enumerate(((tint(WORK, 0.9), "all keys are seen"), (tint(WORK, 0.4), "half: its own"),
-                                          (COLOURS["idle"], "none: they come later"))):
+    for place, (fill, text) in enumerate(
+        (
+            (tint(WORK, 0.9), "all keys are seen"),
+            (tint(WORK, 0.4), "half: its own"),
+            (COLOURS["idle"], "none: they come later"),
+        )
+    ):
         diagram.box(left + place * 190, bottom - 8, 16, 16, fill=fill)
         diagram.text(left + place * 190 + 24, bottom, text, SMALL, "start", GREY)
     return diagram
@@ -68,7 +78,8 @@ def who_computes_which_scores(ranks: int = 2) -> Diagram:
         f"Two triangles of {chunks} rows and columns, chunks of queries downwards and of keys to the right, coloured "
         "by the rank that has the queries. To the left each rank has two neighbouring rows, the last rank the longest. "
         "To the right rank r has row r and its mirror image, a long one with a short one. Chunks on the diagonal count "
-        "half.")
+        "half.",
+    )
     top = diagram.head + 40
     for place, zigzag in enumerate((False, True)):
         layout, left = SequenceLayout(chunks, ranks, zigzag), 96.0 + place * 350
@@ -82,9 +93,20 @@ def who_computes_which_scores(ranks: int = 2) -> Diagram:
             for key in range(query + 1):
                 half = key == query
                 work[rank] += 0.5 if half else 1
-                diagram.box(left + key * size, y, size, size, fill=tint(SERIES[rank], 0.4 if half else 0.85),
-                            means=(zigzag, query, key, rank))
+                diagram.box(
+                    left + key * size,
+                    y,
+                    size,
+                    size,
+                    fill=tint(SERIES[rank], 0.4 if half else 0.85),
+                    means=(zigzag, query, key, rank),
+                )
         for rank, blocks in enumerate(work):
-            diagram.text(left + 112, top + 246 + 17 * rank, f"rank {rank}: {blocks:g} blocks of scores",
-                         colour=SERIES[rank], bold=True)
+            diagram.text(
+                left + 112,
+                top + 246 + 17 * rank,
+                f"rank {rank}: {blocks:g} blocks of scores",
+                colour=SERIES[rank],
+                bold=True,
+            )
     return diagram

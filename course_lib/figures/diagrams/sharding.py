@@ -33,25 +33,27 @@ def who_holds_what(ranks: int = 4, width: int = 4, optimizer_bytes: int = 8) -> 
     """
     check_ranks(ranks, most=4)
     sizes = {"parameters": width, "gradients": width, "optimizer states": optimizer_bytes}
-    held = [sum(size / (ranks if stage >= cut_from(kind) else 1) for kind, size in sizes.items())
-            for stage in range(4)]
+    held = [sum(size / (ranks if stage >= cut_from(kind) else 1) for kind, size in sizes.items()) for stage in range(4)]
     diagram = Diagram(
         f"Each stage of ZeRO cuts one thing more over {ranks} ranks: from {held[0]:g} bytes per parameter to "
         f"{held[3]:.3g}",
         f"Four groups of {ranks} columns, one column per rank: DDP, ZeRO-1, ZeRO-2 and ZeRO-3. A column has boxes for "
         "weights, gradients and optimizer states, as high as their bytes; of what is cut, a rank fills the piece that "
         "is its own. DDP fills everything; ZeRO-1 cuts the optimizer states, ZeRO-2 the gradients too, ZeRO-3 the "
-        "weights too.")
+        "weights too.",
+    )
     left, top = 96.0, diagram.head + 34
     group = (WIDTH - MARGIN - left) / 4
     column = (group - 18) / ranks
     heights = {kind: 200 * size / sum(sizes.values()) for kind, size in sizes.items()}
-    starts = dict(zip(sizes, itertools.accumulate((height + 8 for height in heights.values()), initial=top),
-                      strict=False))
+    starts = dict(
+        zip(sizes, itertools.accumulate((height + 8 for height in heights.values()), initial=top), strict=False)
+    )
     for kind, size in sizes.items():
         name = NAMES[kind].replace(" ", "\n")
-        diagram.text(left - 8, starts[kind] + heights[kind] / 2, f"{name}\n{size} bytes", SMALL, "end", COLOURS[kind],
-                     bold=True)
+        diagram.text(
+            left - 8, starts[kind] + heights[kind] / 2, f"{name}\n{size} bytes", SMALL, "end", COLOURS[kind], bold=True
+        )
     for stage in range(4):
         x = left + stage * group
         diagram.text(x + (group - 18) / 2, top - 26, f"ZeRO-{stage}" if stage else "DDP", bold=True)
@@ -89,23 +91,43 @@ def fsdp_cuts(parameters: Mapping[str, tuple[int, int]] | None = None, ranks: in
         raise ConfigError(f"a diagram of {sum(numels.values())} elements", "take parameters of 48 elements at most")
     total = padded(sum(numels.values()), ranks)
     starts = dict(zip(numels, itertools.accumulate(numels.values(), initial=0), strict=False))
-    cut = [name for name in numels if sum(overlap(starts[name], numels[name], rank * total // ranks, total // ranks)[1]
-                                          > 0 for rank in range(ranks)) > 1]
+    cut = [
+        name
+        for name in numels
+        if sum(
+            overlap(starts[name], numels[name], rank * total // ranks, total // ranks)[1] > 0 for rank in range(ranks)
+        )
+        > 1
+    ]
     diagram = Diagram(
         "FSDP 1 cuts where the bytes say, in the middle of a matrix too; FSDP 2 cuts every parameter between rows",
         f"Above: the parameters {', '.join(shapes)} end to end in one flat buffer of {total} elements, padding "
         f"included, that is cut into {ranks} equal runs; the cut goes through {', '.join(cut) or 'none'}. Below: each "
-        f"parameter as a matrix whose rows are dealt to {ranks} ranks, padded where they do not divide.")
+        f"parameter as a matrix whose rows are dealt to {ranks} ranks, padded where they do not divide.",
+    )
     colours = {rank: tint(COLOURS["parameters"], (0.95, 0.2, 0.55, 0.1)[rank]) for rank in range(ranks)}
     left, top = float(MARGIN), diagram.head + 12
     diagram.text(left, top, "FSDP 1: one flat buffer", anchor="start", bold=True)
     cell = min(26.0, (WIDTH - 2 * MARGIN) / total)
-    owners = [(name, row, column) for name, (rows, columns) in shapes.items()
-              for row in range(rows) for column in range(columns)] + [("", 0, 0)] * (total - sum(numels.values()))
+    owners = [
+        (name, row, column)
+        for name, (rows, columns) in shapes.items()
+        for row in range(rows)
+        for column in range(columns)
+    ] + [("", 0, 0)] * (total - sum(numels.values()))
     for place, (name, _, _) in enumerate(owners):
         rank = place * ranks // total
-        diagram.box(left + place * cell, top + 42, cell, 26, name or "–", fill=colours[rank], size=SMALL,
-                    dashed=not name, means=("flat", rank, name, place - starts.get(name, 0) if name else place))
+        diagram.box(
+            left + place * cell,
+            top + 42,
+            cell,
+            26,
+            name or "–",
+            fill=colours[rank],
+            size=SMALL,
+            dashed=not name,
+            means=("flat", rank, name, place - starts.get(name, 0) if name else place),
+        )
     for rank in range(ranks):
         x = left + rank * total // ranks * cell
         diagram.text(x + total / ranks * cell / 2, top + 26, f"rank {rank}", bold=True, colour=COLOURS["parameters"])
@@ -123,9 +145,17 @@ def fsdp_cuts(parameters: Mapping[str, tuple[int, int]] | None = None, ranks: in
             y = top + 38 + rank * (wide * 24 + 10) + place * 24
             for column in range(columns):
                 inside = row < rows
-                diagram.box(x + column * 26, y, 26, 24, name if inside else "–", fill=colours[rank], size=SMALL,
-                            dashed=not inside,
-                            means=("rows", rank, name if inside else "", row * columns + column))
+                diagram.box(
+                    x + column * 26,
+                    y,
+                    26,
+                    24,
+                    name if inside else "–",
+                    fill=colours[rank],
+                    size=SMALL,
+                    dashed=not inside,
+                    means=("rows", rank, name if inside else "", row * columns + column),
+                )
             deepest = max(deepest, y + 24)
         x += max(columns * 26, 34) + 44
     for rank in range(ranks):
@@ -149,17 +179,22 @@ def hybrid(replicas: int = 2, shards: int = 4) -> Diagram:
     check_ranks(replicas, most=3)
     check_ranks(shards, most=8)
     diagram = Diagram(
-        "Hybrid sharding gathers weights inside a machine; between machines only 1/"
-        f"{shards} of the gradients travels",
+        f"Hybrid sharding gathers weights inside a machine; between machines only 1/{shards} of the gradients travels",
         f"{replicas} machines, drawn as rows of {shards} ranks. Along a row each rank holds another shard of the "
         "weights, and all-gathers and reduce-scatters stay in the row. In a column all ranks hold the same shard; "
-        "they all-reduce its gradient.")
+        "they all-reduce its gradient.",
+    )
     left, top = 156.0, diagram.head + 40
     pitch = (WIDTH - MARGIN - left) / shards
     width = min(84.0, pitch - 14)
     height = 92.0
-    diagram.text(left + (shards * pitch) / 2, top - 24, "inside a machine: all-gather of weights, reduce-scatter of "
-                 "gradients (fast links)", colour=SENT, bold=True)
+    diagram.text(
+        left + (shards * pitch) / 2,
+        top - 24,
+        "inside a machine: all-gather of weights, reduce-scatter of gradients (fast links)",
+        colour=SENT,
+        bold=True,
+    )
     for machine in range(replicas):
         y = top + machine * height
         diagram.box(left - 8, y - 10, shards * pitch + 6, 62, fill="#F6F6F6", stroke=PALE, radius=6)
@@ -167,17 +202,37 @@ def hybrid(replicas: int = 2, shards: int = 4) -> Diagram:
         for shard in range(shards):
             x = left + shard * pitch + (pitch - width) / 2 - 5
             rank = machine * shards + shard
-            drawn = diagram.box(x, y, width, 42, f"rank {rank}\nshard {shard}" if width > 52 else f"{rank}\n{shard}",
-                                fill=tint(COLOURS["parameters"], 0.15 + 0.45 * shard / (shards - 1)), size=SMALL,
-                                means=(rank, shard))
+            drawn = diagram.box(
+                x,
+                y,
+                width,
+                42,
+                f"rank {rank}\nshard {shard}" if width > 52 else f"{rank}\n{shard}",
+                fill=tint(COLOURS["parameters"], 0.15 + 0.45 * shard / (shards - 1)),
+                size=SMALL,
+                means=(rank, shard),
+            )
             if shard:
-                diagram.arrow((x - pitch + width, y + 21), (x, y + 21), colour=SENT, head=False, width=3,
-                              means=(rank - 1, rank))
+                diagram.arrow(
+                    (x - pitch + width, y + 21), (x, y + 21), colour=SENT, head=False, width=3, means=(rank - 1, rank)
+                )
             if machine:
-                diagram.arrow((drawn.centre[0], y - height + 42), (drawn.centre[0], y), colour=COLOURS["gradients"],
-                              head=False, means=(rank - shards, rank))
-    diagram.text(left - 18, top + height - 24, "between machines:\nall-reduce of a\nshard's gradient", SMALL, "end",
-                 COLOURS["gradients"], bold=True)
+                diagram.arrow(
+                    (drawn.centre[0], y - height + 42),
+                    (drawn.centre[0], y),
+                    colour=COLOURS["gradients"],
+                    head=False,
+                    means=(rank - shards, rank),
+                )
+    diagram.text(
+        left - 18,
+        top + height - 24,
+        "between machines:\nall-reduce of a\nshard's gradient",
+        SMALL,
+        "end",
+        COLOURS["gradients"],
+        bold=True,
+    )
     return diagram
 
 
@@ -193,8 +248,13 @@ def prefetch(blocks: int = 3, gather: float = 0.8) -> Diagram:
     :func:`course_lib.lessons.slow_link.timeline`.
     """
     check_ranks(blocks, most=4)
-    steps = {name: timeline(blocks, 1.0, gather, gather, ahead) for name, ahead in
-             (("each gather when it is needed", False), ("prefetch: the next gather while this block computes", True))}
+    steps = {
+        name: timeline(blocks, 1.0, gather, gather, ahead)
+        for name, ahead in (
+            ("each gather when it is needed", False),
+            ("prefetch: the next gather while this block computes", True),
+        )
+    }
     longest = max(step.end for step in steps.values())
     without, with_it = (step.waited for step in steps.values())
     diagram = Diagram(
@@ -204,11 +264,16 @@ def prefetch(blocks: int = 3, gather: float = 0.8) -> Diagram:
         "Above, each all-gather begins when its block is needed, and the processor waits for it, and for each "
         "reduce-scatter. Below, the all-gather of the next block runs while a block computes, and reduce-scatters "
         "while the next block's backward does: only the first gather of the forward, that of the backward and the last "
-        "reduce-scatter are waited for.")
+        "reduce-scatter are waited for.",
+    )
     left, top = 84.0, diagram.head + 16
     scale = (WIDTH - MARGIN - left) / longest
-    fills = {"gather": tint(SENT, 0.9), "reduce": COLOURS["gradients"], "forward": COLOURS["forward"],
-             "backward": COLOURS["backward"]}
+    fills = {
+        "gather": tint(SENT, 0.9),
+        "reduce": COLOURS["gradients"],
+        "forward": COLOURS["forward"],
+        "backward": COLOURS["backward"],
+    }
     for row, (name, step) in enumerate(steps.items()):
         y = top + row * 128
         diagram.text(left, y, name, anchor="start", bold=True)
@@ -216,10 +281,24 @@ def prefetch(blocks: int = 3, gather: float = 0.8) -> Diagram:
             diagram.lane(y + down, lane, left, left + step.end * scale, 32)
             for what, block, begin, end in spans:
                 if end > begin:
-                    diagram.box(left + begin * scale, y + down, (end - begin) * scale, 32, f"{what[0].upper()}{block}",
-                                fill=fills[what], size=SMALL, means=(row, what, block, begin, end))
+                    diagram.box(
+                        left + begin * scale,
+                        y + down,
+                        (end - begin) * scale,
+                        32,
+                        f"{what[0].upper()}{block}",
+                        fill=fills[what],
+                        size=SMALL,
+                        means=(row, what, block, begin, end),
+                    )
     bottom = top + 2 * 128 - 18
-    diagram.text(left, bottom, "G all-gather, R reduce-scatter, F forward, B backward of a block; grey is waiting",
-                 SMALL, "start", GREY)
+    diagram.text(
+        left,
+        bottom,
+        "G all-gather, R reduce-scatter, F forward, B backward of a block; grey is waiting",
+        SMALL,
+        "start",
+        GREY,
+    )
     diagram.time_axis(left, WIDTH - MARGIN, bottom + 16)
     return diagram

@@ -26,8 +26,14 @@ def _chain(diagram: Diagram, states: Sequence[State], back: str = "") -> Diagram
     if back:
         y = top + 124
         start, end = boxes[-1], boxes[0]
-        diagram.arrow((start.right - 8, start.bottom), (start.right - 8, y), (end.x + 8, y), (end.x + 8, end.bottom),
-                      width=2, means=(start.means, end.means))
+        diagram.arrow(
+            (start.right - 8, start.bottom),
+            (start.right - 8, y),
+            (end.x + 8, y),
+            (end.x + 8, end.bottom),
+            width=2,
+            means=(start.means, end.means),
+        )
         diagram.text(WIDTH / 2, y, back, bold=True, ground=True)
     return diagram
 
@@ -35,38 +41,59 @@ def _chain(diagram: Diagram, states: Sequence[State], back: str = "") -> Diagram
 def unit_life() -> Diagram:
     """The states of an FSDP unit, those of :class:`course_lib.parallel.sharded_unit.ShardedUnit`."""
     colour = COLOURS["parameters"]
-    diagram = Diagram("A unit's weights are whole only while its block computes: twice in every step",
-                      "Three states from left to right: SHARDED, GATHERING, WHOLE. gather() begins the all-gather, "
-                      "wait() ends it, and free() leads back to SHARDED, once in the forward and once in the backward.")
-    return _chain(diagram, [("SHARDED", tint(colour, 0.15), "1/N of the weights;\ngather() leads on"),
-                            ("GATHERING", tint(SENT, 0.4), "the all-gather runs;\nwait() leads on"),
-                            ("WHOLE", colour, "the block computes;\nfree() leads back")],
-                  "free(): after the forward, and after the backward")
+    diagram = Diagram(
+        "A unit's weights are whole only while its block computes: twice in every step",
+        "Three states from left to right: SHARDED, GATHERING, WHOLE. gather() begins the all-gather, "
+        "wait() ends it, and free() leads back to SHARDED, once in the forward and once in the backward.",
+    )
+    return _chain(
+        diagram,
+        [
+            ("SHARDED", tint(colour, 0.15), "1/N of the weights;\ngather() leads on"),
+            ("GATHERING", tint(SENT, 0.4), "the all-gather runs;\nwait() leads on"),
+            ("WHOLE", colour, "the block computes;\nfree() leads back"),
+        ],
+        "free(): after the forward, and after the backward",
+    )
 
 
 def checkpoint_states() -> Diagram:
     """What a crash leaves, at each point of the writing of a checkpoint."""
     wrong, right = tint(COLOURS["wrong"], 0.3), tint(COLOURS["optimizer states"], 0.5)
-    diagram = Diagram("Whenever it crashes, the latest whole checkpoint can be read",
-                      "Four states from left to right: written beside the final name, check sums added, renamed, "
-                      "marked as the latest. Below each is what a crash leaves at this point: before the renaming, the "
-                      "old checkpoint counts; after it, the new one.")
-    return _chain(diagram, [("written beside", wrong, "crash: a part without sums;\nthe old one counts"),
-                            ("summed", wrong, "crash: no final name yet;\nthe old one counts"),
-                            ("renamed", right, "crash: whole;\nthe new one counts"),
-                            ("latest", right, "the new one counts;\nold ones can go")])
+    diagram = Diagram(
+        "Whenever it crashes, the latest whole checkpoint can be read",
+        "Four states from left to right: written beside the final name, check sums added, renamed, "
+        "marked as the latest. Below each is what a crash leaves at this point: before the renaming, the "
+        "old checkpoint counts; after it, the new one.",
+    )
+    return _chain(
+        diagram,
+        [
+            ("written beside", wrong, "crash: a part without sums;\nthe old one counts"),
+            ("summed", wrong, "crash: no final name yet;\nthe old one counts"),
+            ("renamed", right, "crash: whole;\nthe new one counts"),
+            ("latest", right, "the new one counts;\nold ones can go"),
+        ],
+    )
 
 
 def job_life() -> Diagram:
     """A job's life on a cluster where it can be interrupted."""
-    diagram = Diagram("An interrupted job loses only the steps since its last checkpoint",
-                      "Four states from left to right: queued, starting, training, interrupted. An arrow leads back: "
-                      "an interrupted job is queued again, and goes on from its last checkpoint until it is done.")
-    return _chain(diagram, [("queued", tint(COLOURS["data"], 0.3), "waits for\nmachines"),
-                            ("starting", tint(COLOURS["data"], 0.6), "image, data,\nranks meet"),
-                            ("training", COLOURS["forward"], "writes\ncheckpoints"),
-                            ("interrupted", tint(COLOURS["wrong"], 0.5), "SIGTERM: a last\ncheckpoint")],
-                  "queued again: goes on from the last checkpoint, until it is done")
+    diagram = Diagram(
+        "An interrupted job loses only the steps since its last checkpoint",
+        "Four states from left to right: queued, starting, training, interrupted. An arrow leads back: "
+        "an interrupted job is queued again, and goes on from its last checkpoint until it is done.",
+    )
+    return _chain(
+        diagram,
+        [
+            ("queued", tint(COLOURS["data"], 0.3), "waits for\nmachines"),
+            ("starting", tint(COLOURS["data"], 0.6), "image, data,\nranks meet"),
+            ("training", COLOURS["forward"], "writes\ncheckpoints"),
+            ("interrupted", tint(COLOURS["wrong"], 0.5), "SIGTERM: a last\ncheckpoint"),
+        ],
+        "queued again: goes on from the last checkpoint, until it is done",
+    )
 
 
 def hang(ranks: int = 3, culprit: int = 1) -> Diagram:
@@ -76,9 +103,11 @@ def hang(ranks: int = 3, culprit: int = 1) -> Diagram:
         ranks: 2 to 6.
         culprit: the rank that stops.
     """
-    diagram = Diagram(f"Rank {culprit} stopped; the ranks that wait are the ones that report an error",
-                      f"{ranks} lanes over time. All ranks finish all-reduces 1 and 2. Rank {culprit} then stops, and "
-                      "the others wait in all-reduce 3, which it never calls, until their time is up.")
+    diagram = Diagram(
+        f"Rank {culprit} stopped; the ranks that wait are the ones that report an error",
+        f"{ranks} lanes over time. All ranks finish all-reduces 1 and 2. Rank {culprit} then stops, and "
+        "the others wait in all-reduce 3, which it never calls, until their time is up.",
+    )
     left, top = 72.0, diagram.head + 10
     for rank in range(ranks):
         y = top + rank * 44
@@ -89,7 +118,15 @@ def hang(ranks: int = 3, culprit: int = 1) -> Diagram:
         if rank == culprit:
             diagram.box(left + 330, y, 90, 30, "stops", fill=COLOURS["wrong"], bold=True, means=(rank, "stops"))
         else:
-            diagram.box(left + 360, y, WIDTH - MARGIN - left - 360, 30, "all-reduce 3: waits until its time is up",
-                        dashed=True, size=SMALL, means=(rank, 3))
+            diagram.box(
+                left + 360,
+                y,
+                WIDTH - MARGIN - left - 360,
+                30,
+                "all-reduce 3: waits until its time is up",
+                dashed=True,
+                size=SMALL,
+                means=(rank, 3),
+            )
     diagram.time_axis(left, WIDTH - MARGIN, top + ranks * 44 + 2)
     return diagram

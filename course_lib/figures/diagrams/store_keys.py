@@ -14,11 +14,14 @@ def written_keys(ranks: int = 3, missing: int | None = None) -> Diagram:
         missing: a rank that never reaches the store.
     """
     waits = missing is not None
-    diagram = Diagram(f"Rank {missing} never reached the store: all others wait for its key" if waits else
-                      "Each rank writes its own address into the store, and reads the others'",
-                      f"{ranks} ranks on the left, the store with one key per rank in the middle, kept by rank 0 at "
-                      "MASTER_ADDR and MASTER_PORT, and the connections that follow on the right."
-                      + (f" The key of rank {missing} is missing." if waits else ""))
+    diagram = Diagram(
+        f"Rank {missing} never reached the store: all others wait for its key"
+        if waits
+        else "Each rank writes its own address into the store, and reads the others'",
+        f"{ranks} ranks on the left, the store with one key per rank in the middle, kept by rank 0 at "
+        "MASTER_ADDR and MASTER_PORT, and the connections that follow on the right."
+        + (f" The key of rank {missing} is missing." if waits else ""),
+    )
     top, pitch, left, middle = diagram.head + 34, 44.0, MARGIN, 270.0
     height = 2 * 16 + ranks * pitch
     diagram.box(middle, top - 16, 190, height - pitch + 46, fill=tint(COLOURS["data"], 0.15), radius=8, means="store")
@@ -28,18 +31,43 @@ def written_keys(ranks: int = 3, missing: int | None = None) -> Diagram:
     for rank in range(ranks):
         y = top + rank * pitch
         gone = rank == missing
-        own = diagram.box(left, y, 110, 30, f"rank {rank}", fill=tint(COLOURS["wrong"], 0.5) if gone else
-                          tint(COLOURS["forward"], 0.5), dashed=gone, means=("rank", rank))
-        key = diagram.box(middle + 20, y, 150, 30, f"…/{rank}: nothing" if gone else f"…/{rank}: its address",
-                          fill="#FFFFFF" if gone else tint(SENT, 0.35), dashed=gone, size=SMALL, means=("key", rank))
+        own = diagram.box(
+            left,
+            y,
+            110,
+            30,
+            f"rank {rank}",
+            fill=tint(COLOURS["wrong"], 0.5) if gone else tint(COLOURS["forward"], 0.5),
+            dashed=gone,
+            means=("rank", rank),
+        )
+        key = diagram.box(
+            middle + 20,
+            y,
+            150,
+            30,
+            f"…/{rank}: nothing" if gone else f"…/{rank}: its address",
+            fill="#FFFFFF" if gone else tint(SENT, 0.35),
+            dashed=gone,
+            size=SMALL,
+            means=("key", rank),
+        )
         if gone:
             diagram.arrow(own.edge("right"), (middle - 105, own.centre[1]), dashed=True, means=(rank, "elsewhere"))
             diagram.text(middle - 62, own.centre[1], "wrong port", SMALL, colour=COLOURS["wrong"])
         else:
             diagram.arrow(own.edge("right"), key.edge("left"), means=(rank, "store"))
-        peer = diagram.box(WIDTH - MARGIN - 170, y, 170, 30, f"wait for …/{missing}" if waits and not gone else
-                           "" if gone else "gloo or NCCL, to all others", dashed=waits, size=SMALL,
-                           fill=COLOURS["idle"] if waits and not gone else "#FFFFFF", means=("then", rank))
+        peer = diagram.box(
+            WIDTH - MARGIN - 170,
+            y,
+            170,
+            30,
+            f"wait for …/{missing}" if waits and not gone else "" if gone else "gloo or NCCL, to all others",
+            dashed=waits,
+            size=SMALL,
+            fill=COLOURS["idle"] if waits and not gone else "#FFFFFF",
+            means=("then", rank),
+        )
         if not waits:
             diagram.arrow(key.edge("right"), peer.edge("left"), means=("store", rank))
     return diagram

@@ -28,7 +28,8 @@ def columns_then_rows(ranks: int = 2) -> Diagram:
         "colour for each rank; phi, which works on each number alone; Y, whose columns have the colours of A's; B, 4h "
         "by h, in as many blocks of rows; a partial sum of the size of Z on each rank; g, which adds them up; and Z, "
         "whole on every rank. f does nothing forward and all-reduces backward; g all-reduces forward and does nothing "
-        "backward.")
+        "backward.",
+    )
     wide, narrow, high = 112.0, 46.0, 40.0
     middle = diagram.head + 34 + max(wide, ranks * 50) / 2
     colours = [tint(colour, 0.6) for colour in SERIES[:ranks]]
@@ -40,13 +41,16 @@ def columns_then_rows(ranks: int = 2) -> Diagram:
         diagram.arrow(start.edge("right"), end.edge("left"))
     piece = wide / ranks
     for rank, colour in enumerate(colours):
-        a = diagram.box(140 + rank * piece, middle - narrow / 2, piece, narrow, f"A{rank}", fill=colour,
-                        means=("A", rank))
+        a = diagram.box(
+            140 + rank * piece, middle - narrow / 2, piece, narrow, f"A{rank}", fill=colour, means=("A", rank)
+        )
         diagram.box(306 + rank * piece, middle - high / 2, piece, high, f"Y{rank}", fill=colour, means=("Y", rank))
-        b = diagram.box(444, middle - wide / 2 + rank * piece, narrow, piece, f"B{rank}", fill=colour,
-                        means=("B", rank))
-        summand = diagram.box(534, middle + (rank - ranks / 2) * 50 + 5, narrow, high, f"Z{rank}", fill=colour,
-                              means=("Z", rank))
+        b = diagram.box(
+            444, middle - wide / 2 + rank * piece, narrow, piece, f"B{rank}", fill=colour, means=("B", rank)
+        )
+        summand = diagram.box(
+            534, middle + (rank - ranks / 2) * 50 + 5, narrow, high, f"Z{rank}", fill=colour, means=("Z", rank)
+        )
         diagram.arrow(b.edge("right"), summand.edge("left"), colour=GREY)
         diagram.arrow(summand.edge("right"), g.edge("left"))
         if rank == 0:
@@ -55,21 +59,41 @@ def columns_then_rows(ranks: int = 2) -> Diagram:
     diagram.arrow((306 + wide, middle), (444, middle))
     diagram.text(279, middle - 16, "φ", TITLE, bold=True)
     diagram.text(279, middle + 24, "each\nnumber\nby itself", SMALL, colour=GREY)
-    top, sizes = diagram.head + 12, {35: "rows × h", 140 + wide / 2: "h × 4h", 306 + wide / 2: "rows × 4h",
-                                     444 + narrow / 2: "4h × h", 534 + narrow / 2: "rows × h", z.centre[0]: "rows × h"}
+    top, sizes = (
+        diagram.head + 12,
+        {
+            35: "rows × h",
+            140 + wide / 2: "h × 4h",
+            306 + wide / 2: "rows × 4h",
+            444 + narrow / 2: "4h × h",
+            534 + narrow / 2: "rows × h",
+            z.centre[0]: "rows × h",
+        },
+    )
     for place, size in sizes.items():
         diagram.text(place, top, size, SMALL, colour=GREY)
     bottom = middle + max(wide, ranks * 50) / 2 + 28
     diagram.text(MARGIN, bottom, "f forward: nothing\nbackward: all-reduce", SMALL, "start", colour=SENT)
-    diagram.text(306 + wide / 2, bottom, "a colour is a rank: the columns of Yᵣ meet\nthe rows of Bᵣ, and nothing "
-                 "is sent between", SMALL, colour=GREY)
+    diagram.text(
+        306 + wide / 2,
+        bottom,
+        "a colour is a rank: the columns of Yᵣ meet\nthe rows of Bᵣ, and nothing is sent between",
+        SMALL,
+        colour=GREY,
+    )
     diagram.text(WIDTH - MARGIN, bottom, "g forward: all-reduce\nbackward: nothing", SMALL, "end", colour=SENT)
     return diagram
 
 
 SLICE, WHOLE, COLUMNS, SUMMAND = "a slice of the tokens", "all tokens", "some columns", "a summand"
-PLACES = (("x", SLICE), ("norm", SLICE), ("entered", WHOLE), ("split\nwork", COLUMNS), ("partial\nsum", SUMMAND),
-          ("z", SLICE))
+PLACES = (
+    ("x", SLICE),
+    ("norm", SLICE),
+    ("entered", WHOLE),
+    ("split\nwork", COLUMNS),
+    ("partial\nsum", SUMMAND),
+    ("z", SLICE),
+)
 """Tensors of a region of split work under sequence parallelism, in their order, and what a rank has of each."""
 
 
@@ -89,7 +113,8 @@ def sequence_parallel(ranks: int = 2) -> Diagram:
         f"One row for each of {ranks} ranks and six tensors in a row, each a matrix of tokens by columns of which the "
         "rank's part is filled. x and its norm: a slice of the tokens. An all-gather makes it all tokens. The split "
         "work has some of the columns, the partial sum is whole in size. A reduce-scatter leaves a slice of the tokens "
-        "again. Backward the same is run from right to left with the two exchanges in each other's place.")
+        "again. Backward the same is run from right to left with the two exchanges in each other's place.",
+    )
     left, high, wide = 74.0, 56.0, 56.0
     pitch = (WIDTH - MARGIN - left - wide) / (len(PLACES) - 1)
     top = diagram.head + 52
@@ -99,23 +124,42 @@ def sequence_parallel(ranks: int = 2) -> Diagram:
         for rank in range(ranks):
             x, y = left + place * pitch, top + rank * (high + 14)
             diagram.box(x, y, wide, high, stroke=PALE, dashed=True)
-            part = {SLICE: (x, y + rank * high / ranks, wide, high / ranks),
-                    COLUMNS: (x + rank * wide / ranks, y, wide / ranks, high)}.get(has, (x, y, wide, high))
+            part = {
+                SLICE: (x, y + rank * high / ranks, wide, high / ranks),
+                COLUMNS: (x + rank * wide / ranks, y, wide / ranks, high),
+            }.get(has, (x, y, wide, high))
             fill = tint(COLOURS["activations"], 0.35 if has == SUMMAND else 0.9)
             diagram.box(*part, fill=fill, stroke="none", means=(place, rank, has))
             if place:
                 sends = {"entered": "all_gather", "z": "reduce_scatter"}.get(name)
                 start, end = (x - pitch + wide + 4, y + high / 2), (x - 4, y + high / 2)
-                diagram.arrow(start, end, colour=SENT if sends else GREY, width=2.4 if sends else 1.4,
-                              means=(sends, rank) if sends else None)
+                diagram.arrow(
+                    start,
+                    end,
+                    colour=SENT if sends else GREY,
+                    width=2.4 if sends else 1.4,
+                    means=(sends, rank) if sends else None,
+                )
     for rank in range(ranks):
         diagram.text(left - 12, top + rank * (high + 14) + high / 2, f"rank {rank}", anchor="end", bold=True)
     bottom = top + ranks * (high + 14) + 12
     for place, text in ((2, "all-gather\n(backward: reduce-scatter)"), (5, "reduce-scatter\n(backward: all-gather)")):
-        diagram.text(left + (place - 0.5) * pitch + wide / 2 - (30 if place == 5 else 0), bottom, text, SMALL,
-                     colour=SENT, bold=True)
-    diagram.text(left, bottom + 36, "split work: heads in attention, columns of the hidden layer in the MLP", SMALL,
-                 "start", GREY)
+        diagram.text(
+            left + (place - 0.5) * pitch + wide / 2 - (30 if place == 5 else 0),
+            bottom,
+            text,
+            SMALL,
+            colour=SENT,
+            bold=True,
+        )
+    diagram.text(
+        left,
+        bottom + 36,
+        "split work: heads in attention, columns of the hidden layer in the MLP",
+        SMALL,
+        "start",
+        GREY,
+    )
     diagram.text(left, bottom, "down: tokens\nright: columns", SMALL, colour=GREY)
     return diagram
 
@@ -135,7 +179,8 @@ def rank_grid(grid: RankGrid) -> Diagram:
         f"{grid.dp} x {grid.pp} x {grid.tp} ranks: copies of the model, stages of a copy, ranks that share a stage",
         f"{grid.dp} rows, one per copy of the model. In a row {grid.pp} boxes, the stages of its pipeline, and in each "
         f"box {grid.tp} ranks that share the matrices of the stage. Ranks in one box are linked along tp, neighbouring "
-        "boxes along pp, and boxes in one column along dp.")
+        "boxes along pp, and boxes in one column along dp.",
+    )
     left, top, gap, height = 78.0, diagram.head + 44, 34.0, 104.0
     stage_width = (WIDTH - MARGIN - left - (grid.pp - 1) * gap) / grid.pp
     pitch = (stage_width - 16) / grid.tp
@@ -148,9 +193,16 @@ def rank_grid(grid: RankGrid) -> Diagram:
             if copy == 0:
                 diagram.text(x + stage_width / 2, y - 16, f"stage {stage}", bold=True)
         inset = min(9.0, 0.16 * pitch)
-        where[rank] = diagram.box(x + 8 + part * pitch + inset, y + 12, pitch - 2 * inset, 36,
-                                  f"rank {rank}" if pitch > 74 else f"{rank}", fill=tint(COLOURS["parameters"], 0.3),
-                                  radius=4, means=(copy, stage, part))
+        where[rank] = diagram.box(
+            x + 8 + part * pitch + inset,
+            y + 12,
+            pitch - 2 * inset,
+            36,
+            f"rank {rank}" if pitch > 74 else f"{rank}",
+            fill=tint(COLOURS["parameters"], 0.3),
+            radius=4,
+            means=(copy, stage, part),
+        )
     for copy in range(grid.dp):
         diagram.text(left - 12, top + copy * height + 30, f"copy {copy}", anchor="end", bold=True)
     colours = {"tp": SENT, "pp": COLOURS["activations"], "dp": COLOURS["gradients"]}

@@ -60,14 +60,21 @@ def accelerator_case(rng: random.Random, world: int, batches: int = 0) -> dict:
     starts = [[numbers(rng, *weight.shape) for weight in case["weights"]] for _ in range(world)]
     for weights in starts:
         weights[case["tied"][1]] = weights[case["tied"][0]]
-    return {**case, "weights": starts, "every": every, "seed": rng.randrange(10**6),
-            "batches": [numbers(rng, 2, width) for _ in range(batches)]}
+    return {
+        **case,
+        "weights": starts,
+        "every": every,
+        "seed": rng.randrange(10**6),
+        "batches": [numbers(rng, 2, width) for _ in range(batches)],
+    }
 
 
 def draw_accelerators(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
     """Each number of ranks; and on the last a single batch for all of them."""
-    return [*(Case(world, accelerator_case(rng, world)) for world in worlds),
-            Case(worlds[-1], accelerator_case(rng, worlds[-1], batches=1))]
+    return [
+        *(Case(world, accelerator_case(rng, world)) for world in worlds),
+        Case(worlds[-1], accelerator_case(rng, worlds[-1], batches=1)),
+    ]
 
 
 def model_of(case: Case, rank: int, scale: float = 1.0) -> nn.Module:
@@ -139,9 +146,15 @@ def observe_accelerator(function: Callable[..., Any], case: Case, rank: int) -> 
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
     resumed = len(seen["weights"]) // 3 * 2
-    return {"start": start, "batches": seen["batches"][:resumed], "weights": np.stack(seen["weights"][:resumed]),
-            "resumed": np.stack(seen["weights"][resumed:]), "norms": np.asarray(seen["norms"][:resumed]),
-            "events": left, "missing": sorted(set(at_rest) - set(on_return)) if at_rest else ["all of it"]}
+    return {
+        "start": start,
+        "batches": seen["batches"][:resumed],
+        "weights": np.stack(seen["weights"][:resumed]),
+        "resumed": np.stack(seen["weights"][resumed:]),
+        "norms": np.asarray(seen["norms"][:resumed]),
+        "events": left,
+        "missing": sorted(set(at_rest) - set(on_return)) if at_rest else ["all of it"],
+    }
 
 
 def dealt(case: Case) -> list[list[int]]:
@@ -174,8 +187,9 @@ def by_one(case: Case) -> dict[str, np.ndarray]:
                     mean = torch.stack([copy.grad for copy in copies if copy.grad is not None]).mean(0)
                     for copy in copies:
                         copy.grad = mean.clone()
-                norms[-1] = float(torch.cat([p.grad.reshape(-1) for p in trained(models[0]) if p.grad is not None])
-                                  .norm())
+                norms[-1] = float(
+                    torch.cat([p.grad.reshape(-1) for p in trained(models[0]) if p.grad is not None]).norm()
+                )
                 for model, optimizer in zip(models, optimizers, strict=True):
                     for parameter in trained(model):
                         assert parameter.grad is not None
@@ -187,7 +201,7 @@ def by_one(case: Case) -> dict[str, np.ndarray]:
 
 
 def on_all(key: str, last_epoch: bool = False) -> Callable[[Case], list[np.ndarray]]:
-    return lambda case: [by_one(case)[key][len(synced(case)) * last_epoch:]] * case.world_size
+    return lambda case: [by_one(case)[key][len(synced(case)) * last_epoch :]] * case.world_size
 
 
 def batches_are(case: Case, seen: Seen) -> Miss | None:
@@ -195,12 +209,17 @@ def batches_are(case: Case, seen: Seen) -> Miss | None:
         mine = items(seen, rank, "batches", np.ndarray)
         right = [case.inputs["batches"][number] for number in numbers_] * EPOCHS
         if len(mine) != len(right):
-            return Miss(f"{len(numbers_)} batches in each of {EPOCHS} epochs, as on each rank", f"{len(mine)} in all",
-                        rank)
+            return Miss(
+                f"{len(numbers_)} batches in each of {EPOCHS} epochs, as on each rank", f"{len(mine)} in all", rank
+            )
         for number, batch, due in zip(count(), mine, right, strict=False):
             if batch.shape != due.shape or not np.array_equal(batch, due):
-                return Miss(f"batch {numbers_[number % len(numbers_)]} of {len(case.inputs['batches'])} as this rank's "
-                            f"number {number % len(numbers_)}", "another", rank)
+                return Miss(
+                    f"batch {numbers_[number % len(numbers_)]} of {len(case.inputs['batches'])} as this rank's "
+                    f"number {number % len(numbers_)}",
+                    "another",
+                    rank,
+                )
     return None
 
 
@@ -210,7 +229,7 @@ def only_where_synced(case: Case, seen: Seen) -> Miss | None:
     least, most = 4 * sum(p.numel() for p in trained(model)), 4 * sum(p.numel() for p in model.parameters())
     for rank in range(case.world_size):
         happened = events(seen, rank)
-        happened = happened[happened.index("batch"):] if "batch" in happened else []
+        happened = happened[happened.index("batch") :] if "batch" in happened else []
         batches = " ; ".join(happened).split("batch ; ")[1:]
         if len(batches) != EPOCHS * len(synced(case)):
             return Miss(f"{EPOCHS * len(synced(case))} batches", f"{len(batches)}", rank)
@@ -221,8 +240,11 @@ def only_where_synced(case: Case, seen: Seen) -> Miss | None:
             fits = least <= carried <= most if is_synced else not made
             if late or not (fits or (case.world_size == 1 and not made)):
                 due = f"{least} bytes of gradients" if is_synced else "nothing"
-                return Miss(f"{due} sent in the backward of batch {number}, with {case.inputs['every']} to a step",
-                            short(", ".join(made + late) or "nothing"), rank)
+                return Miss(
+                    f"{due} sent in the backward of batch {number}, with {case.inputs['every']} to a step",
+                    short(", ".join(made + late) or "nothing"),
+                    rank,
+                )
     return None
 
 
@@ -238,14 +260,26 @@ def start_is(case: Case, seen: Seen) -> Miss | None:
 
 
 ACCELERATOR = Task(
-    name="accelerate.module", lesson=LESSON, function="MiniAccelerator", title="Build it: a small Accelerator",
-    difficulty=5, importance=5, minutes=60, draw=draw_accelerators, observe=observe_accelerator,
-    own={"weights": entry}, essential=("weights", "collectives", "resumed"),
-    properties={"same start": Property(1, start_is), "batches": Property(2, batches_are),
-                "weights": Property(3, result("weights", on_all("weights"), first_step=0)),
-                "collectives": Property(2, only_where_synced),
-                "norms": Property(1, result("norms", on_all("norms"), first_step=0)),
-                "resumed": Property(3, result("resumed", on_all("weights", True))),
-                "all is there": Property(1, all_is_there)})
+    name="accelerate.module",
+    lesson=LESSON,
+    function="MiniAccelerator",
+    title="Build it: a small Accelerator",
+    difficulty=5,
+    importance=5,
+    minutes=60,
+    draw=draw_accelerators,
+    observe=observe_accelerator,
+    own={"weights": entry},
+    essential=("weights", "collectives", "resumed"),
+    properties={
+        "same start": Property(1, start_is),
+        "batches": Property(2, batches_are),
+        "weights": Property(3, result("weights", on_all("weights"), first_step=0)),
+        "collectives": Property(2, only_where_synced),
+        "norms": Property(1, result("norms", on_all("norms"), first_step=0)),
+        "resumed": Property(3, result("resumed", on_all("weights", True))),
+        "all is there": Property(1, all_is_there),
+    },
+)
 
 ALL = (ACCELERATOR,)

@@ -27,13 +27,23 @@ def block_case(rng: random.Random, world: int) -> dict:
     width, hidden = heads * rng.randrange(1, 3), world * rng.randrange(2, 4)
     if width < 2:
         heads, width = 2 * heads, 2
-    shapes = {**dict.fromkeys(("query", "key", "value", "output"), (width, width)), "up": (hidden, width),
-              "down": (width, hidden), "norm1": (width,), "norm2": (width,)}
+    shapes = {
+        **dict.fromkeys(("query", "key", "value", "output"), (width, width)),
+        "up": (hidden, width),
+        "down": (width, hidden),
+        "norm1": (width,),
+        "norm2": (width,),
+    }
     # Small weights: with those of a normal distribution some first steps are so long that the second one's gradients
     # are thousands of times as large, and rounding in another order shows.
-    return {"heads": heads, "x": numbers(rng, STEPS, 2, 3, width),
-            **{name: numbers(rng, *shape) + 1 if name in WHOLE else numbers(rng, *shape) / 4
-               for name, shape in shapes.items()}}
+    return {
+        "heads": heads,
+        "x": numbers(rng, STEPS, 2, 3, width),
+        **{
+            name: numbers(rng, *shape) + 1 if name in WHOLE else numbers(rng, *shape) / 4
+            for name, shape in shapes.items()
+        },
+    }
 
 
 def draw_blocks(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
@@ -52,8 +62,9 @@ class WholeBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         of = dict(self.named_parameters())
         normed = F.rms_norm(x, x.shape[-1:], of["norm1"], EPSILON)
-        query, key, value = ((normed @ of[name].T).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-                             for name in ("query", "key", "value"))
+        query, key, value = (
+            (normed @ of[name].T).unflatten(-1, (self.heads, -1)).transpose(1, 2) for name in ("query", "key", "value")
+        )
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + attended.transpose(1, 2).flatten(2) @ of["output"].T
         return x + F.gelu(F.rms_norm(x, x.shape[-1:], of["norm2"], EPSILON) @ of["up"].T) @ of["down"].T
@@ -67,8 +78,7 @@ def piece(name: str, whole: np.ndarray, rank: int, world: int) -> np.ndarray:
 
 
 def observe_block(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    given = {name: torch.from_numpy(piece(name, case.inputs[name], rank, case.world_size).copy())
-             for name in NAMES_OF}
+    given = {name: torch.from_numpy(piece(name, case.inputs[name], rank, case.world_size).copy()) for name in NAMES_OF}
     block = function(given, case.inputs["heads"])
     parameters = dict(block.named_parameters())
     outputs, of_x, gradients = [], [], []
@@ -87,9 +97,12 @@ def observe_block(function: Callable[..., Any], case: Case, rank: int) -> dict:
                 for parameter in parameters.values():
                     if parameter.grad is not None:
                         parameter.sub_(RATE * parameter.grad)
-    return {"output": plain(torch.stack(outputs)), "x": np.stack(of_x),
-            **{f"of {name}": np.stack([step[name] for step in gradients]) for name in NAMES_OF},
-            "events": record.events}
+    return {
+        "output": plain(torch.stack(outputs)),
+        "x": np.stack(of_x),
+        **{f"of {name}": np.stack([step[name] for step in gradients]) for name in NAMES_OF},
+        "events": record.events,
+    }
 
 
 def by_one(case: Case) -> dict[str, np.ndarray]:
@@ -136,14 +149,24 @@ def two_each_way(case: Case, seen: Seen) -> Miss | None:
 
 
 BLOCK = Task(
-    name="tensor.block", lesson=LESSON, function="ParallelBlock", title="Build it: a tensor-parallel block",
-    difficulty=5, importance=5, minutes=60, draw=draw_blocks, observe=observe_block,
+    name="tensor.block",
+    lesson=LESSON,
+    function="ParallelBlock",
+    title="Build it: a tensor-parallel block",
+    difficulty=5,
+    importance=5,
+    minutes=60,
+    draw=draw_blocks,
+    observe=observe_block,
     own={**{name: along(0) for name in BY_ROWS}, **{name: along(1) for name in BY_COLUMNS}},
     essential=("output", "gradients of the pieces"),
-    properties={"output": Property(2, result("output", on_all("all of it"), first_step=0)),
-                "gradient of x": Property(2, result("x", on_all("x"), first_step=0)),
-                "gradients of the pieces": Property(2, gradients_are((*BY_ROWS, *BY_COLUMNS))),
-                "gradients of the norms": Property(2, gradients_are(WHOLE)),
-                "two all-reduces each way": Property(3, two_each_way)})
+    properties={
+        "output": Property(2, result("output", on_all("all of it"), first_step=0)),
+        "gradient of x": Property(2, result("x", on_all("x"), first_step=0)),
+        "gradients of the pieces": Property(2, gradients_are((*BY_ROWS, *BY_COLUMNS))),
+        "gradients of the norms": Property(2, gradients_are(WHOLE)),
+        "two all-reduces each way": Property(3, two_each_way),
+    },
+)
 
 ALL = (BLOCK,)

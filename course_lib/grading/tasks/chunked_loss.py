@@ -25,6 +25,7 @@ CHUNKS_HELD = 6
 
 # --- loss.chunked ---
 
+
 def loss_case(rng: random.Random, world: int, kind: str) -> dict:
     """Two micro-batches, of which the gradients add up; the ranks' targets differ in number."""
     chunk, width, vocabulary = rng.randrange(3, 6), rng.randrange(2, 5), rng.randrange(80, 120)
@@ -42,8 +43,13 @@ def loss_case(rng: random.Random, world: int, kind: str) -> dict:
             of_rank[:] = IGNORED
         targets.append(of_rank)
     weight = numbers(rng, vocabulary, width)
-    return {"kind": kind, "chunk": chunk, "weight": weight * np.float32(64 if kind == LARGE else 0.5), "states": states,
-            "targets": targets}
+    return {
+        "kind": kind,
+        "chunk": chunk,
+        "weight": weight * np.float32(64 if kind == LARGE else 0.5),
+        "states": states,
+        "targets": targets,
+    }
 
 
 def draw_losses(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
@@ -59,8 +65,9 @@ def observe_loss(function: Callable[..., Any], case: Case, rank: int) -> dict:
     module.weight.data.copy_(torch.from_numpy(weight.copy()))
     losses, of_states, peaks, held, largest, flops = [], [], [], [], [], []
     with Recorder() as record:
-        for rows, targets, factor in zip(case.inputs["states"][rank], case.inputs["targets"][rank], FACTORS,
-                                         strict=True):
+        for rows, targets, factor in zip(
+            case.inputs["states"][rank], case.inputs["targets"][rank], FACTORS, strict=True
+        ):
             states = torch.from_numpy(rows.copy()).requires_grad_()
             with Work() as work:
                 loss = module(states, torch.from_numpy(targets.copy()))
@@ -73,9 +80,17 @@ def observe_loss(function: Callable[..., Any], case: Case, rank: int) -> dict:
             peaks.append(work.peak)
             largest.append(work.largest)
             flops.append(work.flops)
-    return {"parameters": parameters, "loss": np.array(losses),
-            "of_states": np.stack(of_states), "of_weight": plain(module.weight.grad), "events": record.events,
-            "peaks": np.array(peaks), "held": np.array(held), "largest": np.array(largest), "flops": np.array(flops)}
+    return {
+        "parameters": parameters,
+        "loss": np.array(losses),
+        "of_states": np.stack(of_states),
+        "of_weight": plain(module.weight.grad),
+        "events": record.events,
+        "peaks": np.array(peaks),
+        "held": np.array(held),
+        "largest": np.array(largest),
+        "flops": np.array(flops),
+    }
 
 
 def by_whole_logits(case: Case) -> dict[str, list[np.ndarray]]:
@@ -86,8 +101,10 @@ def by_whole_logits(case: Case) -> dict[str, list[np.ndarray]]:
     for rows, wanted in zip(case.inputs["states"], targets, strict=True):
         weight = torch.from_numpy(case.inputs["weight"].copy()).double().requires_grad_()
         states = torch.from_numpy(rows.copy()).double().requires_grad_()
-        losses = [F.cross_entropy(states[step] @ weight.T, wanted[step], ignore_index=IGNORED, reduction="sum") / count
-                  for step, count in enumerate(counts)]
+        losses = [
+            F.cross_entropy(states[step] @ weight.T, wanted[step], ignore_index=IGNORED, reduction="sum") / count
+            for step, count in enumerate(counts)
+        ]
         torch.stack([loss * factor for loss, factor in zip(losses, FACTORS, strict=True)]).sum().backward()
         right["loss"].append(np.array([loss.item() for loss in losses]))
         assert states.grad is not None and weight.grad is not None
@@ -123,15 +140,22 @@ def a_chunk_alone(case: Case, seen: Seen) -> Miss | None:
     both = (vocabulary + tokens) * width
     if (parameters := items(seen, 0, "parameters", str)) != (right := [f"weight [{vocabulary}, {width}]"]):
         return Miss(f"the parameters {right}", short(parameters))
-    limits = {"peaks": (4 * (4 * both + CHUNKS_HELD * chunk * vocabulary), "bytes at a time"),
-              "held": (4 * (2 * both + tokens), "bytes after the forward"),
-              "largest": (max(chunk * vocabulary, vocabulary * width, tokens * width), "elements in one tensor")}
+    limits = {
+        "peaks": (4 * (4 * both + CHUNKS_HELD * chunk * vocabulary), "bytes at a time"),
+        "held": (4 * (2 * both + tokens), "bytes after the forward"),
+        "largest": (max(chunk * vocabulary, vocabulary * width, tokens * width), "elements in one tensor"),
+    }
     for rank in range(case.world_size):
         for key, (most, unit) in limits.items():
             for step, actual in enumerate(array(seen, rank, key, (len(FACTORS),))):
                 if not 0 < actual <= most:
-                    return Miss(f"{most} {unit} at most", f"{actual:g}", rank, step=step,
-                                note=f"all logits are {tokens * vocabulary} numbers, a chunk's {chunk * vocabulary}")
+                    return Miss(
+                        f"{most} {unit} at most",
+                        f"{actual:g}",
+                        rank,
+                        step=step,
+                        note=f"all logits are {tokens * vocabulary} numbers, a chunk's {chunk * vocabulary}",
+                    )
     return None
 
 
@@ -143,8 +167,12 @@ def three_products(case: Case, seen: Seen) -> Miss | None:
         for step, actual in enumerate(array(seen, rank, "flops", (len(FACTORS),))):
             needed = int((case.inputs["targets"][rank][step] != IGNORED).sum()) * most // tokens
             if not needed <= actual <= most:
-                return Miss(f"{most} FLOPs in matrix products at most", f"{actual:g}, {actual / most:.2f} of that",
-                            rank, step=step)
+                return Miss(
+                    f"{most} FLOPs in matrix products at most",
+                    f"{actual:g}, {actual / most:.2f} of that",
+                    rank,
+                    step=step,
+                )
     return None
 
 
@@ -153,7 +181,7 @@ def one_count(case: Case, seen: Seen) -> Miss | None:
     for rank in range(case.world_size):
         happened = [event for event in events(seen, rank) if event != "wait"]
         right = [["all_reduce 8", "backward", "forward"], ["all_reduce 4", "backward", "forward"]]
-        steps = [happened[at:at + 3] for at in range(0, len(happened), 3)]
+        steps = [happened[at : at + 3] for at in range(0, len(happened), 3)]
         if len(steps) != len(FACTORS) or any(step not in right for step in steps):
             return Miss("one all-reduce of a number in each forward", short(", ".join(happened)), rank)
     array(seen, 0, "loss", (len(FACTORS),))
@@ -161,14 +189,26 @@ def one_count(case: Case, seen: Seen) -> Miss | None:
 
 
 CHUNKED = Task(
-    name="loss.chunked", lesson=LESSON, function="ChunkedCrossEntropy",
-    title="Build it: a loss that never holds its logits", difficulty=4, importance=5, minutes=50, draw=draw_losses,
-    observe=observe_loss, own={"states": entry, "targets": entry},
+    name="loss.chunked",
+    lesson=LESSON,
+    function="ChunkedCrossEntropy",
+    title="Build it: a loss that never holds its logits",
+    difficulty=4,
+    importance=5,
+    minutes=50,
+    draw=draw_losses,
+    observe=observe_loss,
+    own={"states": entry, "targets": entry},
     essential=("loss", "gradient of the weight", "a chunk alone"),
-    properties={"loss": Property(2, exact("loss", USUAL, LARGE, SHORT)),
-                "gradient of states": Property(1, exact("of_states", USUAL, LARGE, SHORT)),
-                "gradient of the weight": Property(2, exact("of_weight", USUAL, LARGE, SHORT)),
-                "no targets": Property(1, without_targets), "a chunk alone": Property(3, a_chunk_alone),
-                "three products": Property(2, three_products), "one count": Property(1, one_count)})
+    properties={
+        "loss": Property(2, exact("loss", USUAL, LARGE, SHORT)),
+        "gradient of states": Property(1, exact("of_states", USUAL, LARGE, SHORT)),
+        "gradient of the weight": Property(2, exact("of_weight", USUAL, LARGE, SHORT)),
+        "no targets": Property(1, without_targets),
+        "a chunk alone": Property(3, a_chunk_alone),
+        "three products": Property(2, three_products),
+        "one count": Property(1, one_count),
+    },
+)
 
 ALL = (CHUNKED,)

@@ -16,19 +16,38 @@ LESSON = "12_sagemaker"
 
 # --- cloud.request ---
 
-METRICS = {"train:loss": "loss", "train:learning_rate": "learning_rate", "eval:loss": "eval.loss",
-           "eval:macro_f1": "eval.macro_f1"}
+METRICS = {
+    "train:loss": "loss",
+    "train:learning_rate": "learning_rate",
+    "eval:loss": "eval.loss",
+    "eval:macro_f1": "eval.macro_f1",
+}
 
 
 def request_case(rng: random.Random, place: int) -> dict:
-    job = {"name": f"course-{rng.randrange(1000)}", "bucket": f"bucket-{rng.randrange(1000)}",
-           "instance_type": rng.choice(("ml.p4d.24xlarge", "ml.g5.xlarge")), "instance_count": rng.randrange(1, 9),
-           "max_hours": rng.randrange(1, 13) / 2, "spot": place % 2 == 0, "wait_hours": rng.randrange(7, 20),
-           "config": {"model": "tiny-bert", "max_steps": rng.randrange(8, 999), "bf16": bool(place % 3),
-                      "learning_rate": rng.randrange(1, 9) / 1e5, "text_column": None},
-           "metrics": METRICS}
-    values = {"loss": -rng.randrange(1, 99) / 8, "learning_rate": rng.randrange(1, 99) / 1e7,
-              "eval.loss": rng.randrange(1, 9999) / 1e4, "eval.macro_f1": rng.randrange(1, 99) / 100}
+    job = {
+        "name": f"course-{rng.randrange(1000)}",
+        "bucket": f"bucket-{rng.randrange(1000)}",
+        "instance_type": rng.choice(("ml.p4d.24xlarge", "ml.g5.xlarge")),
+        "instance_count": rng.randrange(1, 9),
+        "max_hours": rng.randrange(1, 13) / 2,
+        "spot": place % 2 == 0,
+        "wait_hours": rng.randrange(7, 20),
+        "config": {
+            "model": "tiny-bert",
+            "max_steps": rng.randrange(8, 999),
+            "bf16": bool(place % 3),
+            "learning_rate": rng.randrange(1, 9) / 1e5,
+            "text_column": None,
+        },
+        "metrics": METRICS,
+    }
+    values = {
+        "loss": -rng.randrange(1, 99) / 8,
+        "learning_rate": rng.randrange(1, 99) / 1e7,
+        "eval.loss": rng.randrange(1, 9999) / 1e4,
+        "eval.macro_f1": rng.randrange(1, 99) / 100,
+    }
     order = rng.sample(list(values), len(values))
     if place % 2 == 0:  # an expression that does not say where the name begins reads the loss of another
         order.sort(key=lambda name: name == "loss")
@@ -75,8 +94,11 @@ def _sorted(value: Any) -> Any:
 
 def options_due(job: dict) -> dict[str, Any]:
     """Text by name; what is None is left to its default."""
-    texts = {name: str(value).lower() if isinstance(value, bool) else str(value)
-             for name, value in job["config"].items() if value is not None}
+    texts = {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in job["config"].items()
+        if value is not None
+    }
     return {"TrainingJobName": job["name"], "HyperParameters": texts}
 
 
@@ -84,9 +106,15 @@ def machines_due(job: dict) -> dict[str, Any]:
     stopping = {"MaxRuntimeInSeconds": round(job["max_hours"] * 3600)}
     if job["spot"]:
         stopping["MaxWaitTimeInSeconds"] = round((job["max_hours"] + job["wait_hours"]) * 3600)
-    return {"ResourceConfig": {"InstanceType": job["instance_type"], "InstanceCount": job["instance_count"],
-                               "VolumeSizeInGB": 100},
-            "StoppingCondition": stopping, "EnableManagedSpotTraining": job["spot"]}
+    return {
+        "ResourceConfig": {
+            "InstanceType": job["instance_type"],
+            "InstanceCount": job["instance_count"],
+            "VolumeSizeInGB": 100,
+        },
+        "StoppingCondition": stopping,
+        "EnableManagedSpotTraining": job["spot"],
+    }
 
 
 def checkpoints_due(job: dict) -> dict[str, Any]:
@@ -107,23 +135,42 @@ def metrics_are_read(case: Case, seen: Seen) -> Miss | None:
 
 
 REQUEST = Task(
-    name="cloud.request", lesson=LESSON, function="training_request", title="The request, by hand", difficulty=2,
-    importance=4, minutes=30, draw=in_turn(request_case), observe=observe_request, needs_ranks=False,
-    properties={"hyperparameters": Property(1, fields_are(options_due)),
-                "machines": Property(2, fields_are(machines_due)),
-                "checkpoints": Property(1, fields_are(checkpoints_due)), "metrics": Property(2, metrics_are_read)})
+    name="cloud.request",
+    lesson=LESSON,
+    function="training_request",
+    title="The request, by hand",
+    difficulty=2,
+    importance=4,
+    minutes=30,
+    draw=in_turn(request_case),
+    observe=observe_request,
+    needs_ranks=False,
+    properties={
+        "hyperparameters": Property(1, fields_are(options_due)),
+        "machines": Property(2, fields_are(machines_due)),
+        "checkpoints": Property(1, fields_are(checkpoints_due)),
+        "metrics": Property(2, metrics_are_read),
+    },
+)
 
 
 # --- cloud.cost ---
 
+
 def cost_case(rng: random.Random, place: int) -> dict:
     """In turn: on demand, spot, with a warm pool, and both, which AWS refuses."""
     spot, warm = ((False, False), (True, False), (False, True), (True, True))[place % 4]
-    return {"work_hours": rng.randrange(4, 80) / 4, "start_minutes": rng.randrange(3, 12),
-            "instances": rng.randrange(1, 9), "price": rng.randrange(100, 4000) / 100,
-            "discount": rng.randrange(4, 8) / 10 if spot else 0.0, "interruptions": rng.randrange(1, 6) if spot else 0,
-            "save_minutes": rng.randrange(10, 60), "keep_alive_minutes": rng.randrange(5, 60) if warm else 0,
-            "max_hours": rng.randrange(90, 200) / 4}
+    return {
+        "work_hours": rng.randrange(4, 80) / 4,
+        "start_minutes": rng.randrange(3, 12),
+        "instances": rng.randrange(1, 9),
+        "price": rng.randrange(100, 4000) / 100,
+        "discount": rng.randrange(4, 8) / 10 if spot else 0.0,
+        "interruptions": rng.randrange(1, 6) if spot else 0,
+        "save_minutes": rng.randrange(10, 60),
+        "keep_alive_minutes": rng.randrange(5, 60) if warm else 0,
+        "max_hours": rng.randrange(90, 200) / 4,
+    }
 
 
 def observe_cost(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -175,10 +222,22 @@ def refuses_both(case: Case, seen: Seen) -> Miss | None:
 
 
 COST = Task(
-    name="cloud.cost", lesson=LESSON, function="cost_of", title="The bill, before it comes", difficulty=1, importance=4,
-    minutes=15, draw=in_turn(cost_case, 8), observe=observe_cost, needs_ranks=False,
-    properties={"on demand": Property(1, cost_is("expected", spot=False)),
-                "spot": Property(2, cost_is("expected", spot=True)), "at most": Property(1, never_more),
-                "refuses": Property(1, refuses_both)})
+    name="cloud.cost",
+    lesson=LESSON,
+    function="cost_of",
+    title="The bill, before it comes",
+    difficulty=1,
+    importance=4,
+    minutes=15,
+    draw=in_turn(cost_case, 8),
+    observe=observe_cost,
+    needs_ranks=False,
+    properties={
+        "on demand": Property(1, cost_is("expected", spot=False)),
+        "spot": Property(2, cost_is("expected", spot=True)),
+        "at most": Property(1, never_more),
+        "refuses": Property(1, refuses_both),
+    },
+)
 
 ALL = (REQUEST, COST)

@@ -19,6 +19,7 @@ USUAL, LARGE, BLIND = "usual", "large", "blind"
 
 # --- context.merge ---
 
+
 def merge_case(rng: random.Random, place: int) -> dict:
     """Blocks of scores: of usual size, with exponentials that overflow or vanish, or with queries that see no key."""
     kind = (USUAL, LARGE, BLIND)[place % 3]
@@ -37,8 +38,10 @@ def merge_case(rng: random.Random, place: int) -> dict:
 
 
 def observe_merge(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    blocks = [(torch.from_numpy(output.copy()), torch.from_numpy(sums.copy())) for output, sums in zip(
-        case.inputs["outputs"], case.inputs["log_sums"], strict=True)]
+    blocks = [
+        (torch.from_numpy(output.copy()), torch.from_numpy(sums.copy()))
+        for output, sums in zip(case.inputs["outputs"], case.inputs["log_sums"], strict=True)
+    ]
     output, log_sum = function(blocks)
     return {"output": plain(output), "log_sum": plain(log_sum)}
 
@@ -49,8 +52,10 @@ def merged(case: Case) -> tuple[np.ndarray, np.ndarray]:
     most = np.where(np.isneginf(sums.max(0)), 0.0, sums.max(0))
     worth = np.exp(sums - most)
     total = worth.sum(0)
-    output = sum((share / np.where(total > 0, total, 1))[:, None] * one
-                 for share, one in zip(worth, case.inputs["outputs"], strict=True))
+    output = sum(
+        (share / np.where(total > 0, total, 1))[:, None] * one
+        for share, one in zip(worth, case.inputs["outputs"], strict=True)
+    )
     with np.errstate(divide="ignore"):
         return np.asarray(output), np.log(total) + most
 
@@ -74,15 +79,28 @@ def merged_log_sum(case: Case, seen: Seen) -> Miss | None:
 
 
 MERGE = Task(
-    name="context.merge", lesson=LESSON, function="merge_blocks", title="One attention out of several", difficulty=2,
-    importance=5, minutes=20, draw=in_turn(merge_case, 6), observe=observe_merge, needs_ranks=False,
+    name="context.merge",
+    lesson=LESSON,
+    function="merge_blocks",
+    title="One attention out of several",
+    difficulty=2,
+    importance=5,
+    minutes=20,
+    draw=in_turn(merge_case, 6),
+    observe=observe_merge,
+    needs_ranks=False,
     essential=("output", "large scores"),
-    properties={"output": Property(2, merged_output(USUAL)), "log of the sum": Property(1, merged_log_sum),
-                "large scores": Property(2, merged_output(LARGE)),
-                "queries that see nothing": Property(1, merged_output(BLIND))})
+    properties={
+        "output": Property(2, merged_output(USUAL)),
+        "log of the sum": Property(1, merged_log_sum),
+        "large scores": Property(2, merged_output(LARGE)),
+        "queries that see nothing": Property(1, merged_output(BLIND)),
+    },
+)
 
 
 # --- context.zigzag ---
+
 
 def zigzag_case(rng: random.Random) -> dict:
     ranks = rng.randrange(2, 6)
@@ -133,11 +151,23 @@ def counted_pairs(case: Case, seen: Seen) -> Miss | None:
 
 
 ZIGZAG = Task(
-    name="context.zigzag", lesson=LESSON, function="zigzag", title="Deal so that all work alike", difficulty=1,
-    importance=4, minutes=15, draw=alone(zigzag_case), observe=observe_zigzag, needs_ranks=False,
+    name="context.zigzag",
+    lesson=LESSON,
+    function="zigzag",
+    title="Deal so that all work alike",
+    difficulty=1,
+    importance=4,
+    minutes=15,
+    draw=alone(zigzag_case),
+    observe=observe_zigzag,
+    needs_ranks=False,
     essential=("positions",),
-    properties={"positions": Property(2, dealt_right), "order": Property(2, put_in_order),
-                "pairs": Property(1, counted_pairs)})
+    properties={
+        "positions": Property(2, dealt_right),
+        "order": Property(2, put_in_order),
+        "pairs": Property(1, counted_pairs),
+    },
+)
 
 
 # --- context.loss ---
@@ -150,7 +180,7 @@ def loss_case(rng: random.Random, world: int) -> dict:
     labels = whole(rng, 0, classes, world * tokens)
     labels[1 + rng.randrange(tokens - 1)] = IGNORED  # the first rank has fewer targets than the others
     if world > 2:
-        labels[tokens + 1:2 * tokens + 1] = IGNORED  # the second none at all
+        labels[tokens + 1 : 2 * tokens + 1] = IGNORED  # the second none at all
     labels[-1] = rng.randrange(classes)
     return {"logits": numbers(rng, world * tokens, classes), "labels": labels}
 
@@ -170,15 +200,20 @@ def by_whole_sequence(case: Case) -> tuple[list[float], list[np.ndarray]]:
     targets = torch.full((len(logits),), IGNORED)
     targets[:-1] = torch.from_numpy(case.inputs["labels"].copy())[1:]
     each = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none") / (targets >= 0).sum()
-    gradient, = torch.autograd.grad(each.sum(), logits)
-    return ([float(part.sum().detach()) for part in each.chunk(case.world_size)],
-            np.split(gradient.numpy(), case.world_size))
+    (gradient,) = torch.autograd.grad(each.sum(), logits)
+    return (
+        [float(part.sum().detach()) for part in each.chunk(case.world_size)],
+        np.split(gradient.numpy(), case.world_size),
+    )
 
 
 def shares_add_up(case: Case, seen: Seen) -> Miss | None:
     right, found = sum(by_whole_sequence(case)[0]), sum(number(seen, rank, "share") for rank in range(case.world_size))
-    return None if abs(right - found) <= 1e-4 * max(1.0, right) else Miss(f"shares that sum to {right:.5g}",
-                                                                         f"{found:.5g}")
+    return (
+        None
+        if abs(right - found) <= 1e-4 * max(1.0, right)
+        else Miss(f"shares that sum to {right:.5g}", f"{found:.5g}")
+    )
 
 
 def few_bytes(case: Case, seen: Seen) -> Miss | None:
@@ -192,13 +227,24 @@ def few_bytes(case: Case, seen: Seen) -> Miss | None:
 
 
 LOSS = Task(
-    name="context.loss", lesson=LESSON, function="share_of_loss", title="The label behind the cut", difficulty=3,
-    importance=5, minutes=30, draw=each_world(loss_case), observe=observe_loss,
-    own={"logits": along(0), "labels": along(0)}, essential=("the mean", "gradient"),
-    properties={"the mean": Property(2, shares_add_up),
-                "each share": Property(1, result("share", lambda case: by_whole_sequence(case)[0])),
-                "gradient": Property(2, result("gradient", lambda case: by_whole_sequence(case)[1])),
-                "bytes": Property(1, few_bytes)})
+    name="context.loss",
+    lesson=LESSON,
+    function="share_of_loss",
+    title="The label behind the cut",
+    difficulty=3,
+    importance=5,
+    minutes=30,
+    draw=each_world(loss_case),
+    observe=observe_loss,
+    own={"logits": along(0), "labels": along(0)},
+    essential=("the mean", "gradient"),
+    properties={
+        "the mean": Property(2, shares_add_up),
+        "each share": Property(1, result("share", lambda case: by_whole_sequence(case)[0])),
+        "gradient": Property(2, result("gradient", lambda case: by_whole_sequence(case)[1])),
+        "bytes": Property(1, few_bytes),
+    },
+)
 
 
 # --- context.ring ---
@@ -212,14 +258,19 @@ def ring_case(rng: random.Random, world: int) -> dict:
 
 
 def observe_ring(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    leaves = [torch.from_numpy(np.split(case.inputs[name], case.world_size, 1)[rank].copy()).requires_grad_()
-              for name in NAMES]
+    leaves = [
+        torch.from_numpy(np.split(case.inputs[name], case.world_size, 1)[rank].copy()).requires_grad_()
+        for name in NAMES
+    ]
     with Recorder() as record:
         output = function(*leaves)
         record.note("backward")
         output.square().sum().backward()
-    return {"output": plain(output), "events": record.events,
-            **{name: plain(leaf.grad) for name, leaf in zip(NAMES, leaves, strict=True)}}
+    return {
+        "output": plain(output),
+        "events": record.events,
+        **{name: plain(leaf.grad) for name, leaf in zip(NAMES, leaves, strict=True)},
+    }
 
 
 def by_one_process(case: Case) -> dict[str, list[np.ndarray]]:
@@ -262,12 +313,23 @@ def in_a_ring(case: Case, seen: Seen) -> Miss | None:
 
 
 RING = Task(
-    name="context.ring", lesson=LESSON, function="ring_attention", title="Build it: ring attention", difficulty=5,
-    importance=5, minutes=60, draw=each_world(ring_case), observe=observe_ring,
-    own={name: along(1) for name in NAMES}, essential=("output", "gradients of keys and values", "a ring"),
-    properties={"output": Property(2, result("output", lambda case: by_one_process(case)["output"])),
-                "gradient of queries": Property(1, result("query", lambda case: by_one_process(case)["query"])),
-                "gradients of keys and values": Property(3, of_keys_and_values),
-                "a ring": Property(2, in_a_ring)})
+    name="context.ring",
+    lesson=LESSON,
+    function="ring_attention",
+    title="Build it: ring attention",
+    difficulty=5,
+    importance=5,
+    minutes=60,
+    draw=each_world(ring_case),
+    observe=observe_ring,
+    own={name: along(1) for name in NAMES},
+    essential=("output", "gradients of keys and values", "a ring"),
+    properties={
+        "output": Property(2, result("output", lambda case: by_one_process(case)["output"])),
+        "gradient of queries": Property(1, result("query", lambda case: by_one_process(case)["query"])),
+        "gradients of keys and values": Property(3, of_keys_and_values),
+        "a ring": Property(2, in_a_ring),
+    },
+)
 
 ALL = (MERGE, ZIGZAG, LOSS, RING)

@@ -31,6 +31,7 @@ LESSON = "02_data_parallel"
 
 # --- ddp.average ---
 
+
 def observe_average(function: Callable[..., Any], case: Case, rank: int) -> dict:
     model, gradients, stray = chain(case.inputs), [], 0.0
     with Recorder() as record:
@@ -39,8 +40,12 @@ def observe_average(function: Callable[..., Any], case: Case, rank: int) -> dict
             gradients.append(gradients_of(model).clone())
             stray = max(stray, elsewhere(model))
     weights = torch.cat([parameter.detach().reshape(-1) for parameter in trained(model)])
-    return {"gradient": plain(torch.stack(gradients)), "elsewhere": stray, "weights": plain(weights),
-            "events": record.events}
+    return {
+        "gradient": plain(torch.stack(gradients)),
+        "elsewhere": stray,
+        "weights": plain(weights),
+        "events": record.events,
+    }
 
 
 def weights_of(case: Case) -> np.ndarray:
@@ -53,7 +58,8 @@ def sends_each_once(case: Case, seen: Seen) -> Miss | None:
     size = STEPS * weights_of(case).nbytes
     for rank in range(case.world_size):
         if sum(calls(seen, rank, "all_reduce")) != size or len(calls(seen, rank, "all_reduce")) != len(
-                made_by(seen, rank)):
+            made_by(seen, rank)
+        ):
             return Miss(f"all_reduce of {size} bytes in all", short(", ".join(made_by(seen, rank)) or "nothing"), rank)
     return None
 
@@ -69,15 +75,28 @@ def weights_untouched(case: Case, seen: Seen) -> Miss | None:
 MET = Met("mean gradient", "gradient", lambda case: local_gradients(case)[0])
 
 AVERAGE = Task(
-    name="ddp.average", lesson=LESSON, function="average_gradients", title="The mean of all ranks' gradients",
-    difficulty=1, importance=5, minutes=10, draw=draw_models, observe=observe_average, met=MET,
-    own={"rows": entry}, essential=("mean gradient",),
+    name="ddp.average",
+    lesson=LESSON,
+    function="average_gradients",
+    title="The mean of all ranks' gradients",
+    difficulty=1,
+    importance=5,
+    minutes=10,
+    draw=draw_models,
+    observe=observe_average,
+    met=MET,
+    own={"rows": entry},
+    essential=("mean gradient",),
     properties={
         "mean gradient": Property(3, mean_gradient()),
-        "weights untouched": Property(1, weights_untouched), "bytes": Property(1, sends_each_once)})
+        "weights untouched": Property(1, weights_untouched),
+        "bytes": Property(1, sends_each_once),
+    },
+)
 
 
 # --- ddp.ring ---
+
 
 def ring_case(rng: random.Random, world: int, size: int) -> dict:
     """Where the size divides by 4, of whole numbers that float32 does not hold."""
@@ -90,8 +109,13 @@ SIZES = {1: (5,), 2: (1, 9), 3: (1, 2, 4, 12), 4: (9,)}
 
 def draw_ring(rng: random.Random, worlds: Sequence[int] | None = None) -> list[Case]:
     """The public sizes, or for each number of ranks some that a few parts are empty at, and larger ones."""
-    sizes = SIZES if worlds is None else {world: (rng.choice((1, world - 1)), 2 * world + 1, 4 * world,
-                                                  rng.randrange(world, 30)) for world in worlds}
+    sizes = (
+        SIZES
+        if worlds is None
+        else {
+            world: (rng.choice((1, world - 1)), 2 * world + 1, 4 * world, rng.randrange(world, 30)) for world in worlds
+        }
+    )
     return [Case(world, ring_case(rng, world, size)) for world, own in sizes.items() for size in own]
 
 
@@ -137,22 +161,37 @@ def to_neighbours(case: Case, seen: Seen) -> Miss | None:
 
 
 RING = Task(
-    name="ddp.ring", lesson=LESSON, function="ring_all_reduce", title="All-reduce by a ring",
-    difficulty=4, importance=4, minutes=35, draw=draw_ring, observe=observe_ring,
-    own={"tensors": entry}, essential=("sum", "messages only", "bytes"),
+    name="ddp.ring",
+    lesson=LESSON,
+    function="ring_all_reduce",
+    title="All-reduce by a ring",
+    difficulty=4,
+    importance=4,
+    minutes=35,
+    draw=draw_ring,
+    observe=observe_ring,
+    own={"tensors": entry},
+    essential=("sum", "messages only", "bytes"),
     properties={
-        "sum": Property(3, result("sum", lambda case: [np.sum(case.inputs["tensors"], axis=0)] * case.world_size,
-                                  1e-9)),
+        "sum": Property(
+            3, result("sum", lambda case: [np.sum(case.inputs["tensors"], axis=0)] * case.world_size, 1e-9)
+        ),
         "messages only": Property(1, from_messages),
-        "to one neighbour": Property(2, to_neighbours), "bytes": Property(2, ring_bytes)})
+        "to one neighbour": Property(2, to_neighbours),
+        "bytes": Property(2, ring_bytes),
+    },
+)
 
 
 # --- ddp.bucketing ---
 
+
 def bucket_case(rng: random.Random, world: int) -> dict:
     sizes = [rng.randrange(1, 30) for _ in range(rng.randrange(5, 9))]
-    return {"gradients": [[numbers(rng, size) for size in sizes] for _ in range(world)],
-            "bucket_bytes": 4 * sum(sizes[: rng.randrange(2, 4)])}  # which the first bucket holds exactly
+    return {
+        "gradients": [[numbers(rng, size) for size in sizes] for _ in range(world)],
+        "bucket_bytes": 4 * sum(sizes[: rng.randrange(2, 4)]),
+    }  # which the first bucket holds exactly
 
 
 def observe_buckets(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -177,15 +216,27 @@ def mean_of_lists(case: Case) -> list[np.ndarray]:
 
 
 BUCKETING = Task(
-    name="ddp.bucketing", lesson=LESSON, function="reduce_in_buckets", title="Many small gradients, few messages",
-    difficulty=3, importance=4, minutes=25, draw=each_world(bucket_case), observe=observe_buckets,
-    own={"gradients": entry}, essential=("mean", "buckets"),
+    name="ddp.bucketing",
+    lesson=LESSON,
+    function="reduce_in_buckets",
+    title="Many small gradients, few messages",
+    difficulty=3,
+    importance=4,
+    minutes=25,
+    draw=each_world(bucket_case),
+    observe=observe_buckets,
+    own={"gradients": entry},
+    essential=("mean", "buckets"),
     met=Met("mean", "gradients", lambda case: flat(case.inputs["gradients"][0])),
-    properties={"mean": Property(3, result("gradients", mean_of_lists)),
-                "buckets": Property(3, only("all_reduce", bucket_sizes))})
+    properties={
+        "mean": Property(3, result("gradients", mean_of_lists)),
+        "buckets": Property(3, only("all_reduce", bucket_sizes)),
+    },
+)
 
 
 # --- ddp.overlap ---
+
 
 def observe_overlap(function: Callable[..., Any], case: Case, rank: int) -> dict:
     model, gradients, stray = chain(case.inputs), [], 0.0
@@ -231,7 +282,7 @@ def leaves_early(case: Case, seen: Seen) -> Miss | None:
 def waits_late(case: Case, seen: Seen) -> Miss | None:
     for rank in range(case.world_size):
         for step, happened in enumerate(by_step(seen, rank)):
-            middle = happened[:happened.index("finish")] if "finish" in happened else happened
+            middle = happened[: happened.index("finish")] if "finish" in happened else happened
             if not any(event.startswith("all_reduce") for event in happened):
                 return Miss("all-reduces, and no wait for them before backward has ended", "no all-reduce", rank)
             if "wait" in middle:
@@ -249,22 +300,41 @@ def waits_for_all(case: Case, seen: Seen) -> Miss | None:
 
 
 OVERLAP = Task(
-    name="ddp.overlap", lesson=LESSON, function="attach", title="Send while backward still runs",
-    difficulty=4, importance=5, minutes=30, draw=draw_models, observe=observe_overlap, met=MET,
-    own={"rows": entry}, essential=("mean gradient", "leaves early", "does not block backward"),
-    properties={"mean gradient": Property(3, mean_gradient()),
-                "leaves early": Property(2, leaves_early),
-                "does not block backward": Property(3, waits_late), "waits for all": Property(1, waits_for_all)})
+    name="ddp.overlap",
+    lesson=LESSON,
+    function="attach",
+    title="Send while backward still runs",
+    difficulty=4,
+    importance=5,
+    minutes=30,
+    draw=draw_models,
+    observe=observe_overlap,
+    met=MET,
+    own={"rows": entry},
+    essential=("mean gradient", "leaves early", "does not block backward"),
+    properties={
+        "mean gradient": Property(3, mean_gradient()),
+        "leaves early": Property(2, leaves_early),
+        "does not block backward": Property(3, waits_late),
+        "waits for all": Property(1, waits_for_all),
+    },
+)
 
 
 # --- ddp.no_sync ---
+
 
 def accumulation_case(rng: random.Random, world: int) -> dict:
     """Two steps of different numbers of micro-batches, of which one has a single one."""
     weights = widths(rng, 2)
     counts = rng.sample((1, rng.randrange(2, 5)), STEPS)
-    return {"weights": weights, "rows": [[[numbers(rng, int(whole(rng, 1, 5)), weights[0].shape[1])
-                                           for _ in range(parts)] for parts in counts] for _ in range(world)]}
+    return {
+        "weights": weights,
+        "rows": [
+            [[numbers(rng, int(whole(rng, 1, 5)), weights[0].shape[1]) for _ in range(parts)] for parts in counts]
+            for _ in range(world)
+        ],
+    }
 
 
 def observe_accumulation(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -302,10 +372,18 @@ def at_the_end(case: Case, seen: Seen) -> Miss | None:
 
 
 NO_SYNC = Task(
-    name="ddp.no_sync", lesson=LESSON, function="accumulate", title="Accumulate, and send once",
-    difficulty=2, importance=5, minutes=15, draw=each_world(accumulation_case), observe=observe_accumulation,
-    own={"rows": entry}, essential=("gradient", "sent once"),
-    properties={"gradient": Property(3, result("gradient", sum_over_parts)),
-                "sent once": Property(2, at_the_end)})
+    name="ddp.no_sync",
+    lesson=LESSON,
+    function="accumulate",
+    title="Accumulate, and send once",
+    difficulty=2,
+    importance=5,
+    minutes=15,
+    draw=each_world(accumulation_case),
+    observe=observe_accumulation,
+    own={"rows": entry},
+    essential=("gradient", "sent once"),
+    properties={"gradient": Property(3, result("gradient", sum_over_parts)), "sent once": Property(2, at_the_end)},
+)
 
 ALL = (AVERAGE, RING, BUCKETING, OVERLAP, NO_SYNC)

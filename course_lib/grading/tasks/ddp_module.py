@@ -159,8 +159,12 @@ def leaves_early(case: Case, seen: Seen) -> Miss | None:
                 elif words[0] in ("gradient", "finish"):
                     due = next((n for n, bucket in enumerate(buckets) if not there.issuperset(bucket)), len(buckets))
                     if sent < due:
-                        return Miss(f"{due} of {len(buckets)} buckets on their way once their gradients are there, "
-                                    f"in step {step}", f"{sent}", rank)
+                        return Miss(
+                            f"{due} of {len(buckets)} buckets on their way once their gradients are there, "
+                            f"in step {step}",
+                            f"{sent}",
+                            rank,
+                        )
                     if words[0] == "gradient":
                         there.add(int(words[1]))
             if not happened:
@@ -176,18 +180,33 @@ def waits_late(case: Case, seen: Seen) -> Miss | None:
             if "wait" in happened[:end]:
                 return Miss(f"no wait before backward has ended, in step {step}", "a wait", rank)
             if not sent or happened[end:].count("wait") < sent:
-                return Miss(f"each of {sent or 'some'} all-reduces of step {step} waited for in finish()",
-                            f"{happened[end:].count('wait')} waits", rank)
+                return Miss(
+                    f"each of {sent or 'some'} all-reduces of step {step} waited for in finish()",
+                    f"{happened[end:].count('wait')} waits",
+                    rank,
+                )
     return None
 
 
 MODULE = Task(
-    name="ddp.module", lesson=LESSON, function="BucketedDDP", title="Build it: DDP with buckets and overlap",
-    difficulty=5, importance=5, minutes=60, draw=draw_modules, observe=observe_module,
-    own={"rows": entry}, essential=("mean gradient", "leaves early", "waits in finish"),
-    properties={"same start": Property(1, lambda case, seen: near(seen, "start", start_of(case), 0)),
-                "mean gradient": Property(4, result("gradient", gradients_of_one, first_step=0)),
-                "buckets": Property(2, in_buckets), "leaves early": Property(3, leaves_early),
-                "waits in finish": Property(2, waits_late)})
+    name="ddp.module",
+    lesson=LESSON,
+    function="BucketedDDP",
+    title="Build it: DDP with buckets and overlap",
+    difficulty=5,
+    importance=5,
+    minutes=60,
+    draw=draw_modules,
+    observe=observe_module,
+    own={"rows": entry},
+    essential=("mean gradient", "leaves early", "waits in finish"),
+    properties={
+        "same start": Property(1, lambda case, seen: near(seen, "start", start_of(case), 0)),
+        "mean gradient": Property(4, result("gradient", gradients_of_one, first_step=0)),
+        "buckets": Property(2, in_buckets),
+        "leaves early": Property(3, leaves_early),
+        "waits in finish": Property(2, waits_late),
+    },
+)
 
 ALL = (MODULE,)

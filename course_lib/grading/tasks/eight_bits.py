@@ -34,6 +34,7 @@ def rounded(values: Tensor, form: torch.dtype, by_row: bool) -> tuple[Tensor, Te
 
 # --- fp8.linear ---
 
+
 def linear_case(rng: random.Random, place: int) -> dict:
     """In turn: one scale, a scale per row, tiny gradients, and rows or whole tensors of zeros, of either kind.
 
@@ -66,10 +67,15 @@ def observe_linear(function: Callable[..., Any], case: Case, rank: int) -> dict:
         for side, scale in ((a, scale_a), (b, scale_b)):
             if scale.numel() != 1 and scale.shape != (len(side), 1):
                 raise ValueError(f"a scale of shape {list(scale.shape)} for a side of shape {list(side.shape)}")
-        handed.append({"sides": " and ".join(f"{list(side.shape)} in {dtype_of(side)}" for side in (a, b)),
-                       "largest": [plain(side.detach().float().abs().amax(-1)) for side in (a, b)]})
-        left, right = ((side.detach().double() * scale.detach().double()).numpy()
-                       for side, scale in ((a, scale_a), (b, scale_b)))
+        handed.append(
+            {
+                "sides": " and ".join(f"{list(side.shape)} in {dtype_of(side)}" for side in (a, b)),
+                "largest": [plain(side.detach().float().abs().amax(-1)) for side in (a, b)],
+            }
+        )
+        left, right = (
+            (side.detach().double() * scale.detach().double()).numpy() for side, scale in ((a, scale_a), (b, scale_b))
+        )
         return torch.from_numpy((left @ right.T).astype(np.float32))
 
     x, weight = torch.from_numpy(case.inputs["x"].copy()), nn.Parameter(torch.from_numpy(case.inputs["weight"].copy()))
@@ -81,21 +87,32 @@ def observe_linear(function: Callable[..., Any], case: Case, rank: int) -> dict:
         held = work.held_beside(output)
         # A gradient given to backward() would import half a second of torch, in each case's process.
         (output * torch.from_numpy(case.inputs["gradient"].copy())).sum().backward()
-    return {"output": plain(output), "of_x": plain(x.grad), "of_weight": plain(weight.grad), "held": held,
-            "flops": work.flops, "handed": handed}
+    return {
+        "output": plain(output),
+        "of_x": plain(x.grad),
+        "of_weight": plain(weight.grad),
+        "held": held,
+        "flops": work.flops,
+        "handed": handed,
+    }
 
 
 def sides_of(case: Case) -> dict[str, tuple[tuple[Tensor, torch.dtype], tuple[Tensor, torch.dtype]]]:
     """By result the two sides of its product, (m, k) and (n, k), each with the format that it is rounded to."""
     x, weight, gradient = (torch.from_numpy(case.inputs[name].copy()) for name in ("x", "weight", "gradient"))
-    return {"output": ((x, E4M3), (weight, E4M3)), "of_x": ((gradient, E5M2), (weight.T, E4M3)),
-            "of_weight": ((gradient.T, E5M2), (x.T, E4M3))}
+    return {
+        "output": ((x, E4M3), (weight, E4M3)),
+        "of_x": ((gradient, E5M2), (weight.T, E4M3)),
+        "of_weight": ((gradient.T, E5M2), (x.T, E4M3)),
+    }
 
 
 def in_eight_bits(case: Case, key: str) -> np.ndarray:
     """The product of two sides that are rounded once, in float64."""
-    left, right = ((eight.double() * scale.double()).numpy() for eight, scale in (
-        rounded(side, form, case.inputs["by_row"]) for side, form in sides_of(case)[key]))
+    left, right = (
+        (eight.double() * scale.double()).numpy()
+        for eight, scale in (rounded(side, form, case.inputs["by_row"]) for side, form in sides_of(case)[key])
+    )
     return left @ right.T
 
 
@@ -111,13 +128,16 @@ def product_of(key: str, *kinds: str) -> Rule:
         if case.inputs["by_row"]:
             size = np.linalg.norm(left, axis=1)[:, None] * np.linalg.norm(other, axis=1)
         else:
-            size = np.full(right.shape, np.linalg.norm(left) * np.linalg.norm(other) / right.size ** 0.5)
+            size = np.full(right.shape, np.linalg.norm(left) * np.linalg.norm(other) / right.size**0.5)
         wrong = ~(np.abs(actual - right) <= 2e-3 * size)
         if not wrong.any():
             return None
         place = tuple(map(int, np.argwhere(wrong)[0]))
-        return Miss(f"{key}{list(place)} = {right[place]:.5g}", f"{actual[place]:.5g}",
-                    note=f"without rounding it is {(left @ other.T)[place]:.5g}")
+        return Miss(
+            f"{key}{list(place)} = {right[place]:.5g}",
+            f"{actual[place]:.5g}",
+            note=f"without rounding it is {(left @ other.T)[place]:.5g}",
+        )
 
     return rule
 
@@ -163,8 +183,9 @@ def fills_the_range(case: Case, key: str, largest: Any) -> Miss | None:
         if (wrong := actual != right).any():
             row = int(np.argmax(wrong))
             where = f" in row {row}" if case.inputs["by_row"] else ""
-            return Miss(f"{key}: {right[row]:g} as the largest number in 8 bits of side {place + 1}{where}",
-                        f"{actual[row]:g}")
+            return Miss(
+                f"{key}: {right[row]:g} as the largest number in 8 bits of side {place + 1}{where}", f"{actual[row]:g}"
+            )
     return None
 
 
@@ -174,21 +195,43 @@ def kept(case: Case, seen: Seen) -> Miss | None:
     array(seen, 0, "output", (len(x), len(weight)))
     most = x.size + weight.size + 4 * (2 * x.shape[1] + 2)
     actual = number(seen, 0, "held")
-    return None if actual <= most else Miss(f"{most} bytes kept for the backward at most", f"{actual:g}",
-                                            note=f"x has {x.size} elements, the weight {weight.size}")
+    return (
+        None
+        if actual <= most
+        else Miss(
+            f"{most} bytes kept for the backward at most",
+            f"{actual:g}",
+            note=f"x has {x.size} elements, the weight {weight.size}",
+        )
+    )
 
 
 LINEAR = Task(
-    name="fp8.linear", lesson=LESSON, function="linear_in_8_bits", title="Three products in 8 bits", difficulty=4,
-    importance=4, minutes=45, draw=in_turn(linear_case, 8), observe=observe_linear, needs_ranks=False,
+    name="fp8.linear",
+    lesson=LESSON,
+    function="linear_in_8_bits",
+    title="Three products in 8 bits",
+    difficulty=4,
+    importance=4,
+    minutes=45,
+    draw=in_turn(linear_case, 8),
+    observe=observe_linear,
+    needs_ranks=False,
     essential=("output", "gradient of the weight", "formats"),
-    properties={"output": Property(2, product_of("output", USUAL)), "gradient of x": Property(2, product_of(
-        "of_x", USUAL)), "gradient of the weight": Property(2, product_of("of_weight", USUAL)),
-        "tiny gradients": Property(1, tiny), "zeros": Property(1, zeros), "formats": Property(2, formats),
-        "kept in 8 bits": Property(2, kept)})
+    properties={
+        "output": Property(2, product_of("output", USUAL)),
+        "gradient of x": Property(2, product_of("of_x", USUAL)),
+        "gradient of the weight": Property(2, product_of("of_weight", USUAL)),
+        "tiny gradients": Property(1, tiny),
+        "zeros": Property(1, zeros),
+        "formats": Property(2, formats),
+        "kept in 8 bits": Property(2, kept),
+    },
+)
 
 
 # --- fp8.all_gather ---
+
 
 def gather_case(rng: random.Random, world: int, kind: str) -> dict:
     """A weight in as many equal parts as there are ranks, of which the last may be short or empty.
@@ -207,7 +250,7 @@ def gather_case(rng: random.Random, world: int, kind: str) -> dict:
     values[place] = -(np.abs(values).max() * np.float32(rng.uniform(1.5, 3.0)) + np.float32(0.01))
     if kind == ZEROS:
         values[:] = 0
-    return {"shape": list(shape), "shards": [values[rank * part:(rank + 1) * part] for rank in range(world)]}
+    return {"shape": list(shape), "shards": [values[rank * part : (rank + 1) * part] for rank in range(world)]}
 
 
 def draw_gathers(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
@@ -220,8 +263,12 @@ def observe_gather(function: Callable[..., Any], case: Case, rank: int) -> dict:
     shard = torch.from_numpy(case.inputs["shards"][rank].copy())
     with Recorder() as record:
         weight, scale = function(shard, torch.Size(case.inputs["shape"]))
-    return {"bits": plain(weight.contiguous().view(torch.uint8)), "dtype": dtype_of(weight), "scale": plain(scale),
-            "events": record.events}
+    return {
+        "bits": plain(weight.contiguous().view(torch.uint8)),
+        "dtype": dtype_of(weight),
+        "scale": plain(scale),
+        "events": record.events,
+    }
 
 
 def whole_rounded(case: Case) -> tuple[np.ndarray, float]:
@@ -240,10 +287,15 @@ def as_the_whole(case: Case, seen: Seen) -> Miss | None:
         actual = array(seen, rank, "bits", right.shape)
         if (actual != right).any():
             place = tuple(map(int, np.argwhere(actual != right)[0]))
-            value, other = (torch.tensor(int(bits[place]) & 255, dtype=torch.uint8).view(E4M3).item()
-                            for bits in (right, actual))
-            return Miss(f"weight{list(place)} = {value:g} in 8 bits", f"{other:g}", rank,
-                        note=f"{int((actual != right).sum())} of {right.size} elements differ")
+            value, other = (
+                torch.tensor(int(bits[place]) & 255, dtype=torch.uint8).view(E4M3).item() for bits in (right, actual)
+            )
+            return Miss(
+                f"weight{list(place)} = {value:g} in 8 bits",
+                f"{other:g}",
+                rank,
+                note=f"{int((actual != right).sum())} of {right.size} elements differ",
+            )
     return None
 
 
@@ -269,10 +321,22 @@ def scale_then_bytes(case: Case, seen: Seen) -> Miss | None:
 
 
 GATHER = Task(
-    name="fp8.all_gather", lesson=LESSON, function="gather_in_8_bits", title="A weight that travels in 8 bits",
-    difficulty=3, importance=4, minutes=30, draw=draw_gathers, observe=observe_gather, own={"shards": entry},
+    name="fp8.all_gather",
+    lesson=LESSON,
+    function="gather_in_8_bits",
+    title="A weight that travels in 8 bits",
+    difficulty=3,
+    importance=4,
+    minutes=30,
+    draw=draw_gathers,
+    observe=observe_gather,
+    own={"shards": entry},
     essential=("weight", "bytes"),
-    properties={"weight": Property(3, as_the_whole), "scale": Property(1, one_scale),
-                "bytes": Property(2, scale_then_bytes)})
+    properties={
+        "weight": Property(3, as_the_whole),
+        "scale": Property(1, one_scale),
+        "bytes": Property(2, scale_then_bytes),
+    },
+)
 
 ALL = (LINEAR, GATHER)

@@ -19,6 +19,7 @@ LESSON = "04_distributed_evaluation"
 
 # --- evaluation.gather ---
 
+
 def gather_case(rng: random.Random, world: int, total: int) -> dict:
     """An even number of rows: predictions, whole numbers that float32 does not hold."""
     shape = total, rng.randrange(1, 4)
@@ -31,9 +32,18 @@ TOTALS = {1: (4,), 2: (1, 7), 3: (2, 6, 10)}
 
 def draw_gather(rng: random.Random, worlds: Sequence[int] | None = None) -> list[Case]:
     """The public numbers of rows, or for each number of ranks some of each kind."""
-    totals = TOTALS if worlds is None else {world: (rng.choice((1, world - 1)), rng.randrange(2, 5) * world,
-                                                    rng.randrange(2, 5) * world + rng.randrange(1, world))
-                                            for world in worlds}
+    totals = (
+        TOTALS
+        if worlds is None
+        else {
+            world: (
+                rng.choice((1, world - 1)),
+                rng.randrange(2, 5) * world,
+                rng.randrange(2, 5) * world + rng.randrange(1, world),
+            )
+            for world in worlds
+        }
+    )
     return [Case(world, gather_case(rng, world, total)) for world, own in totals.items() for total in own]
 
 
@@ -62,13 +72,23 @@ def no_pickle(case: Case, seen: Seen) -> Miss | None:
 
 
 GATHER = Task(
-    name="evaluation.gather", lesson=LESSON, function="gather_rows", title="Gather with an uneven last batch",
-    difficulty=3, importance=5, minutes=25, draw=draw_gather, observe=observe_gather,
-    own={"rows": every_nth}, essential=("rows",),
-    properties={"rows": Property(4, rows_are), "bytes": Property(1, no_pickle)})
+    name="evaluation.gather",
+    lesson=LESSON,
+    function="gather_rows",
+    title="Gather with an uneven last batch",
+    difficulty=3,
+    importance=5,
+    minutes=25,
+    draw=draw_gather,
+    observe=observe_gather,
+    own={"rows": every_nth},
+    essential=("rows",),
+    properties={"rows": Property(4, rows_are), "bytes": Property(1, no_pickle)},
+)
 
 
 # --- evaluation.macro_f1 ---
+
 
 def f1_case(rng: random.Random, world: int, most: int = 20) -> dict:
     """Rows of all classes but one; a rank beyond the first two has no row at all."""
@@ -103,19 +123,31 @@ def f1(case: Case) -> list[float]:
 
 
 MACRO_F1 = Task(
-    name="evaluation.macro_f1", lesson=LESSON, function="macro_f1", title="Macro-F1 of all ranks", difficulty=2,
-    importance=4, minutes=20, draw=draw_f1, observe=observe_f1,
-    own={"labels": entry, "predictions": entry}, essential=("score",),
-    properties={"score": Property(3, result("score", f1)), "few bytes": Property(1, few_bytes(8 * 16))})
+    name="evaluation.macro_f1",
+    lesson=LESSON,
+    function="macro_f1",
+    title="Macro-F1 of all ranks",
+    difficulty=2,
+    importance=4,
+    minutes=20,
+    draw=draw_f1,
+    observe=observe_f1,
+    own={"labels": entry, "predictions": entry},
+    essential=("score",),
+    properties={"score": Property(3, result("score", f1)), "few bytes": Property(1, few_bytes(8 * 16))},
+)
 
 
 # --- evaluation.perplexity ---
 
+
 def perplexity_case(rng: random.Random, world: int) -> dict:
     """On an even number of ranks the last one has no token."""
     here = [rank == 0 or world % 2 == 1 or rank < world - 1 for rank in range(world)]
-    return {"sums": [rng.randrange(10, 200) / 8 * has for has in here],
-            "tokens": [rng.randrange(8, 60) * has for has in here]}
+    return {
+        "sums": [rng.randrange(10, 200) / 8 * has for has in here],
+        "tokens": [rng.randrange(8, 60) * has for has in here],
+    }
 
 
 def observe_perplexity(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -129,10 +161,18 @@ def perplexity(case: Case) -> list[float]:
 
 
 PERPLEXITY = Task(
-    name="evaluation.perplexity", lesson=LESSON, function="perplexity", title="The perplexity of all tokens",
-    difficulty=1, importance=4, minutes=10, draw=each_world(perplexity_case), observe=observe_perplexity,
-    own={"sums": entry, "tokens": entry}, essential=("perplexity",),
-    properties={"perplexity": Property(3, result("perplexity", perplexity)),
-                "few bytes": Property(1, few_bytes(32))})
+    name="evaluation.perplexity",
+    lesson=LESSON,
+    function="perplexity",
+    title="The perplexity of all tokens",
+    difficulty=1,
+    importance=4,
+    minutes=10,
+    draw=each_world(perplexity_case),
+    observe=observe_perplexity,
+    own={"sums": entry, "tokens": entry},
+    essential=("perplexity",),
+    properties={"perplexity": Property(3, result("perplexity", perplexity)), "few bytes": Property(1, few_bytes(32))},
+)
 
 ALL = (GATHER, MACRO_F1, PERPLEXITY)

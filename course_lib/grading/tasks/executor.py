@@ -37,12 +37,17 @@ def stage_of(weights: Sequence[np.ndarray], frozen: bool) -> nn.Sequential:
 
 def run_case(rng: random.Random, world: int, kind: str, per_rank: int) -> dict:
     width, count = rng.randrange(2, 5), 2 * world if per_rank > 1 else world + rng.randrange(1, 3)
-    return {"table": kind, "stages_per_rank": per_rank, "microbatches": count,
-            "weights": [[[numbers(rng, width, width) / 2 for _ in range(2)] for _ in range(per_rank)]
-                        for _ in range(world)],
-            "frozen": rng.randrange(world * per_rank),
-            "inputs": [[numbers(rng, ROWS, width) for _ in range(count)] for _ in range(STEPS)],
-            "targets": [[numbers(rng, ROWS, width) for _ in range(count)] for _ in range(STEPS)]}
+    return {
+        "table": kind,
+        "stages_per_rank": per_rank,
+        "microbatches": count,
+        "weights": [
+            [[numbers(rng, width, width) / 2 for _ in range(2)] for _ in range(per_rank)] for _ in range(world)
+        ],
+        "frozen": rng.randrange(world * per_rank),
+        "inputs": [[numbers(rng, ROWS, width) for _ in range(count)] for _ in range(STEPS)],
+        "targets": [[numbers(rng, ROWS, width) for _ in range(count)] for _ in range(STEPS)],
+    }
 
 
 def draw_runs(rng: random.Random, kinds: Sequence[tuple[int, str, int]] = KINDS) -> list[Case]:
@@ -57,13 +62,20 @@ def table_of(case: Case) -> Schedule:
 def stages_on(case: Case, rank: int) -> dict[int, nn.Sequential]:
     """By number, the stages of a rank: stage s lies on rank s mod N."""
     numbers_ = [rank + lap * case.world_size for lap in range(case.inputs["stages_per_rank"])]
-    return {stage: stage_of(weights, stage == case.inputs["frozen"])
-            for stage, weights in zip(numbers_, case.inputs["weights"][rank], strict=True)}
+    return {
+        stage: stage_of(weights, stage == case.inputs["frozen"])
+        for stage, weights in zip(numbers_, case.inputs["weights"][rank], strict=True)
+    }
 
 
 def gradients_in(stages: dict[int, nn.Sequential]) -> Tensor:
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
-                      for stage in sorted(stages) for p in stages[stage].parameters()])
+    return torch.cat(
+        [
+            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
+            for stage in sorted(stages)
+            for p in stages[stage].parameters()
+        ]
+    )
 
 
 def observe_run(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -88,9 +100,13 @@ def observe_run(function: Callable[..., Any], case: Case, rank: int) -> dict:
             record.note("step")
             for module in stages.values():
                 module.zero_grad()
-            found = function(list(row), dict(stages), case.world_size * case.inputs["stages_per_rank"],
-                             [torch.from_numpy(x.copy()) for x in inputs],
-                             [torch.from_numpy(target.copy()) for target in targets])
+            found = function(
+                list(row),
+                dict(stages),
+                case.world_size * case.inputs["stages_per_rank"],
+                [torch.from_numpy(x.copy()) for x in inputs],
+                [torch.from_numpy(target.copy()) for target in targets],
+            )
             losses.append(plain(found))
             gradients.append(gradients_in(stages))
             with torch.no_grad():
@@ -98,8 +114,12 @@ def observe_run(function: Callable[..., Any], case: Case, rank: int) -> dict:
                     for parameter in module.parameters():
                         if parameter.grad is not None:
                             parameter.sub_(RATE * parameter.grad)
-    return {"gradients": plain(torch.stack(gradients)), "losses": plain(np.asarray(losses, dtype=np.float64)),
-            "peak": peak, "events": record.events}
+    return {
+        "gradients": plain(torch.stack(gradients)),
+        "losses": plain(np.asarray(losses, dtype=np.float64)),
+        "peak": peak,
+        "events": record.events,
+    }
 
 
 def whole(case: Case) -> tuple[list[np.ndarray], np.ndarray]:
@@ -147,8 +167,11 @@ def follows_its_row(case: Case, seen: Seen) -> Miss | None:
         done = [event for event in events(seen, rank) if event.split()[0] in ("step", "F", "B")]
         if done != right:
             at = next((i for i, (a, b) in enumerate(zip(done, right, strict=False)) if a != b), len(done))
-            return Miss(f"{short(', '.join(right[at:at + 3]))} as event {at}",
-                        short(", ".join(done[at:at + 3]) or "nothing more"), rank)
+            return Miss(
+                f"{short(', '.join(right[at : at + 3]))} as event {at}",
+                short(", ".join(done[at : at + 3]) or "nothing more"),
+                rank,
+            )
     return None
 
 
@@ -157,8 +180,11 @@ def as_many_messages(case: Case, seen: Seen) -> Miss | None:
     ranks, last = case.world_size, case.world_size * case.inputs["stages_per_rank"] - 1
     size = case.inputs["inputs"][0][0].nbytes
     for rank, row in enumerate(table_of(case).rows):
-        due = [f"send {size} to {(action.stage + (1 if action.kind == 'F' else -1)) % ranks}" for action in row
-               if ranks > 1 and action.stage != (last if action.kind == "F" else 0)] * STEPS
+        due = [
+            f"send {size} to {(action.stage + (1 if action.kind == 'F' else -1)) % ranks}"
+            for action in row
+            if ranks > 1 and action.stage != (last if action.kind == "F" else 0)
+        ] * STEPS
         made = [event for event in events(seen, rank) if event.split()[0] in NAMES and not event.startswith("recv")]
         if sorted(made) != sorted(due):
             return Miss(f"{len(due)} messages: {short(', '.join(due))}", f"{len(made)}: {short(', '.join(made))}", rank)
@@ -178,11 +204,24 @@ def lets_go(case: Case, seen: Seen) -> Miss | None:
 
 
 RUN = Task(
-    name="pipeline.run", lesson=LESSON, function="run_row", title="Build it: run a row, with sends and receives",
-    difficulty=5, importance=5, minutes=60, draw=draw_runs, observe=observe_run,
-    own={"weights": entry}, essential=("gradients", "follows its row"),
-    properties={"gradients": Property(4, result("gradients", lambda case: whole(case)[0], first_step=0)),
-                "losses": Property(1, losses_are), "follows its row": Property(3, follows_its_row),
-                "messages": Property(2, as_many_messages), "lets go": Property(2, lets_go)})
+    name="pipeline.run",
+    lesson=LESSON,
+    function="run_row",
+    title="Build it: run a row, with sends and receives",
+    difficulty=5,
+    importance=5,
+    minutes=60,
+    draw=draw_runs,
+    observe=observe_run,
+    own={"weights": entry},
+    essential=("gradients", "follows its row"),
+    properties={
+        "gradients": Property(4, result("gradients", lambda case: whole(case)[0], first_step=0)),
+        "losses": Property(1, losses_are),
+        "follows its row": Property(3, follows_its_row),
+        "messages": Property(2, as_many_messages),
+        "lets go": Property(2, lets_go),
+    },
+)
 
 ALL = (RUN,)

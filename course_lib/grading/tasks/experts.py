@@ -20,6 +20,7 @@ ROOMY, TIGHT, LARGE = "roomy", "tight", "large"
 
 # --- experts.route ---
 
+
 def route_case(rng: random.Random, place: int) -> dict:
     """Logits of tokens: with room for all copies, with too little, or so large that exponentials overflow."""
     kind = (ROOMY, TIGHT, LARGE)[place % 3]
@@ -33,8 +34,9 @@ def route_case(rng: random.Random, place: int) -> dict:
 
 
 def observe_route(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    chosen, weights, kept = function(torch.from_numpy(case.inputs["logits"].copy()), case.inputs["k"],
-                                     case.inputs["capacity"])
+    chosen, weights, kept = function(
+        torch.from_numpy(case.inputs["logits"].copy()), case.inputs["k"], case.inputs["capacity"]
+    )
     return {"chosen": plain(chosen), "weights": plain(weights), "kept": plain(kept)}
 
 
@@ -70,14 +72,28 @@ def kept_right(case: Case, seen: Seen) -> Miss | None:
 
 
 ROUTE = Task(
-    name="experts.route", lesson=LESSON, function="route", title="Choose, weigh, and drop", difficulty=2,
-    importance=4, minutes=20, draw=in_turn(route_case, 6), observe=observe_route, needs_ranks=False,
+    name="experts.route",
+    lesson=LESSON,
+    function="route",
+    title="Choose, weigh, and drop",
+    difficulty=2,
+    importance=4,
+    minutes=20,
+    draw=in_turn(route_case, 6),
+    observe=observe_route,
+    needs_ranks=False,
     essential=("weights", "kept"),
-    properties={"chosen": Property(1, chosen_right), "weights": Property(2, weighed(large=False)),
-                "large scores": Property(1, weighed(large=True)), "kept": Property(2, kept_right)})
+    properties={
+        "chosen": Property(1, chosen_right),
+        "weights": Property(2, weighed(large=False)),
+        "large scores": Property(1, weighed(large=True)),
+        "kept": Property(2, kept_right),
+    },
+)
 
 
 # --- experts.dispatch ---
+
 
 def dispatch_case(rng: random.Random, world: int, dtype: str = "float32") -> dict:
     """Tokens with their experts; most choose among a few, and the second of all gets none, nor, in bfloat16, any of the
@@ -85,8 +101,12 @@ def dispatch_case(rng: random.Random, world: int, dtype: str = "float32") -> dic
     own, tokens = rng.randrange(2, 4), world * rng.randrange(4, 7)
     liked = [expert for expert in range(own * (world - (dtype == "bfloat16"))) if expert != 1]
     chosen = [rng.choice(liked if rng.random() < 0.5 else liked[:2]) for _ in range(tokens)]
-    return {"tokens": numbers(rng, tokens, rng.randrange(2, 4)).clip(-3.5, 3.5), "chosen": np.array(chosen),
-            "experts": world * own, "dtype": dtype}
+    return {
+        "tokens": numbers(rng, tokens, rng.randrange(2, 4)).clip(-3.5, 3.5),
+        "chosen": np.array(chosen),
+        "experts": world * own,
+        "dtype": dtype,
+    }
 
 
 def draw_dispatch(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
@@ -95,19 +115,24 @@ def draw_dispatch(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Ca
 
 
 def observe_dispatch(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    tokens, chosen = (torch.from_numpy(np.split(case.inputs[name], case.world_size)[rank].copy())
-                      for name in ("tokens", "chosen"))
+    tokens, chosen = (
+        torch.from_numpy(np.split(case.inputs[name], case.world_size)[rank].copy()) for name in ("tokens", "chosen")
+    )
     with Recorder() as record:
         rows, per_expert = function(tokens.to(getattr(torch, case.inputs["dtype"])), chosen, case.inputs["experts"])
-    return {"rows": plain(rows), "dtype of rows": dtype_of(rows), "per_expert": plain(per_expert),
-            "events": record.events}
+    return {
+        "rows": plain(rows),
+        "dtype of rows": dtype_of(rows),
+        "per_expert": plain(per_expert),
+        "events": record.events,
+    }
 
 
 def arrived(case: Case) -> tuple[list[np.ndarray], list[list[int]]]:
     """By rank: the rows for its experts, one after the other and from rank 0 on, and how many for each."""
     own = case.inputs["experts"] // case.world_size
     by_expert = [case.inputs["tokens"][case.inputs["chosen"] == expert] for expert in range(case.inputs["experts"])]
-    parts = [by_expert[rank * own:(rank + 1) * own] for rank in range(case.world_size)]
+    parts = [by_expert[rank * own : (rank + 1) * own] for rank in range(case.world_size)]
     return [np.concatenate(part) for part in parts], [list(map(len, part)) for part in parts]
 
 
@@ -147,19 +172,35 @@ def only_what_goes(case: Case, seen: Seen) -> Miss | None:
 
 
 DISPATCH = Task(
-    name="experts.dispatch", lesson=LESSON, function="dispatch", title="To the experts, unevenly", difficulty=4,
-    importance=5, minutes=40, draw=draw_dispatch, observe=observe_dispatch,
-    own={"tokens": along(0), "chosen": along(0)}, essential=("rows", "nothing else travels"),
-    properties={"rows": Property(3, rows_are), "counts": Property(1, counted),
-                "nothing else travels": Property(2, only_what_goes)})
+    name="experts.dispatch",
+    lesson=LESSON,
+    function="dispatch",
+    title="To the experts, unevenly",
+    difficulty=4,
+    importance=5,
+    minutes=40,
+    draw=draw_dispatch,
+    observe=observe_dispatch,
+    own={"tokens": along(0), "chosen": along(0)},
+    essential=("rows", "nothing else travels"),
+    properties={
+        "rows": Property(3, rows_are),
+        "counts": Property(1, counted),
+        "nothing else travels": Property(2, only_what_goes),
+    },
+)
 
 
 # --- experts.gradients ---
 
+
 def gradients_case(rng: random.Random, world: int) -> dict:
     size = 2 if world == 4 else rng.choice([size for size in (1, 2, 3) if world % size == 0])
-    return {"size": size, "router": numbers(rng, world, rng.randrange(3, 6)),
-            "experts": numbers(rng, world, rng.randrange(5, 8))}
+    return {
+        "size": size,
+        "router": numbers(rng, world, rng.randrange(3, 6)),
+        "experts": numbers(rng, world, rng.randrange(5, 8)),
+    }
 
 
 def draw_gradients(rng: random.Random, worlds: Sequence[int] = (1, 2, 4)) -> list[Case]:
@@ -176,7 +217,7 @@ def observe_gradients(function: Callable[..., Any], case: Case, rank: int) -> di
 def of_the_mean(case: Case) -> list[np.ndarray]:
     """The experts' gradients by rank: summed where they are the same experts, over the number of all ranks."""
     given, size = case.inputs["experts"].astype(np.float64), case.inputs["size"]
-    return [given[rank % size::size].sum(0) / case.world_size for rank in range(case.world_size)]
+    return [given[rank % size :: size].sum(0) / case.world_size for rank in range(case.world_size)]
 
 
 def each_once(case: Case, seen: Seen) -> Miss | None:
@@ -191,12 +232,23 @@ def each_once(case: Case, seen: Seen) -> Miss | None:
 
 
 GRADIENTS = Task(
-    name="experts.gradients", lesson=LESSON, function="reduce_gradients", title="Whose gradient is it?", difficulty=3,
-    importance=5, minutes=25, draw=draw_gradients, observe=observe_gradients,
-    own={"router": along(0), "experts": along(0)}, essential=("experts",),
+    name="experts.gradients",
+    lesson=LESSON,
+    function="reduce_gradients",
+    title="Whose gradient is it?",
+    difficulty=3,
+    importance=5,
+    minutes=25,
+    draw=draw_gradients,
+    observe=observe_gradients,
+    own={"router": along(0), "experts": along(0)},
+    essential=("experts",),
     properties={
         "router": Property(1, result("router", lambda case: [case.inputs["router"].mean(0)] * case.world_size)),
-        "experts": Property(3, result("experts", of_the_mean)), "each once": Property(2, each_once)})
+        "experts": Property(3, result("experts", of_the_mean)),
+        "each once": Property(2, each_once),
+    },
+)
 
 
 # --- experts.layer ---
@@ -214,9 +266,14 @@ def layer_case(rng: random.Random, world: int, idle: bool = False) -> dict:
     experts, tokens = world * own, numbers(rng, world * rng.randrange(4, 7), width)
     tokens[:, 0] = 1
     router = numbers(rng, experts, width)
-    router[-own if idle else -1:, 0] = -50
-    return {"tokens": tokens, "router": router, "up": numbers(rng, experts, inner, width),
-            "down": numbers(rng, experts, width, inner), "k": rng.randrange(1, 3)}
+    router[-own if idle else -1 :, 0] = -50
+    return {
+        "tokens": tokens,
+        "router": router,
+        "up": numbers(rng, experts, inner, width),
+        "down": numbers(rng, experts, width, inner),
+        "k": rng.randrange(1, 3),
+    }
 
 
 def draw_layers(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
@@ -225,8 +282,9 @@ def draw_layers(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case
 
 
 def part_of(case: Case, rank: int) -> list[torch.Tensor]:
-    parts = [case.inputs[name] if name == "router" else np.split(case.inputs[name], case.world_size)[rank]
-             for name in LEAVES]
+    parts = [
+        case.inputs[name] if name == "router" else np.split(case.inputs[name], case.world_size)[rank] for name in LEAVES
+    ]
     return [torch.from_numpy(part.copy()).requires_grad_() for part in parts]
 
 
@@ -236,8 +294,11 @@ def observe_layer(function: Callable[..., Any], case: Case, rank: int) -> dict:
         output = function(*leaves, case.inputs["k"])
         record.note("backward")
         output.square().sum().backward()
-    return {"output": plain(output), "events": record.events,
-            **{name: plain(leaf.grad) for name, leaf in zip(LEAVES, leaves, strict=True)}}
+    return {
+        "output": plain(output),
+        "events": record.events,
+        **{name: plain(leaf.grad) for name, leaf in zip(LEAVES, leaves, strict=True)},
+    }
 
 
 def by_one_process(case: Case) -> dict[str, list[np.ndarray]]:
@@ -251,10 +312,17 @@ def by_one_process(case: Case) -> dict[str, list[np.ndarray]]:
         outputs.append((best.softmax(-1)[..., None] * torch.einsum("tkwi,tki->tkw", down[choice], hidden)).sum(1))
         chosen.append(choice.flatten().numpy())
     torch.cat(outputs).square().sum().backward()
-    wholes = {name: np.split(leaf.grad.numpy(), case.world_size)
-              for name, leaf in (("tokens", tokens), ("up", up), ("down", down)) if leaf.grad is not None}
-    return {"output": [output.detach().numpy() for output in outputs], "chosen": chosen, **wholes,
-            "router": [own.grad.numpy() for own in routers if own.grad is not None]}
+    wholes = {
+        name: np.split(leaf.grad.numpy(), case.world_size)
+        for name, leaf in (("tokens", tokens), ("up", up), ("down", down))
+        if leaf.grad is not None
+    }
+    return {
+        "output": [output.detach().numpy() for output in outputs],
+        "chosen": chosen,
+        **wholes,
+        "router": [own.grad.numpy() for own in routers if own.grad is not None],
+    }
 
 
 def of_experts(case: Case, seen: Seen) -> Miss | None:
@@ -280,14 +348,24 @@ def copies_alone(case: Case, seen: Seen) -> Miss | None:
 
 
 LAYER = Task(
-    name="experts.layer", lesson=LESSON, function="experts_layer", title="Build it: a layer of experts", difficulty=5,
-    importance=5, minutes=60, draw=draw_layers, observe=observe_layer,
+    name="experts.layer",
+    lesson=LESSON,
+    function="experts_layer",
+    title="Build it: a layer of experts",
+    difficulty=5,
+    importance=5,
+    minutes=60,
+    draw=draw_layers,
+    observe=observe_layer,
     own={"tokens": along(0), "up": along(0), "down": along(0)},
     essential=("output", "gradients of experts", "copies alone travel"),
-    properties={"output": Property(2, result("output", lambda case: by_one_process(case)["output"])),
-                "gradient of tokens": Property(1, result("tokens", lambda case: by_one_process(case)["tokens"])),
-                "gradient of the router": Property(1, result("router", lambda case: by_one_process(case)["router"])),
-                "gradients of experts": Property(3, of_experts),
-                "copies alone travel": Property(2, copies_alone)})
+    properties={
+        "output": Property(2, result("output", lambda case: by_one_process(case)["output"])),
+        "gradient of tokens": Property(1, result("tokens", lambda case: by_one_process(case)["tokens"])),
+        "gradient of the router": Property(1, result("router", lambda case: by_one_process(case)["router"])),
+        "gradients of experts": Property(3, of_experts),
+        "copies alone travel": Property(2, copies_alone),
+    },
+)
 
 ALL = (ROUTE, DISPATCH, GRADIENTS, LAYER)

@@ -27,14 +27,22 @@ def hang_case(rng: random.Random, place: int) -> dict:
     loop = [rng.choice(CALLS) for _ in range(at + 1)]
     loop[at - 1] = next(call for call in CALLS if call != loop[at])  # so that leaving it out shows
     name, elements = loop[at]
-    made = {"behind": loop[:at], "dead": loop[:at], "skipped": [*loop[: at - 1], loop[at]], "nobody": loop,
-            "mismatched": [*loop[:at], (name, elements + 8)], "dead later": [*loop[:at], ("barrier", 0)]}[kind]
+    made = {
+        "behind": loop[:at],
+        "dead": loop[:at],
+        "skipped": [*loop[: at - 1], loop[at]],
+        "nobody": loop,
+        "mismatched": [*loop[:at], (name, elements + 8)],
+        "dead later": [*loop[:at], ("barrier", 0)],
+    }[kind]
     stuck = {"skipped": at - 1, "nobody": at + 1}.get(kind, at)
     ranks = []
     for rank in range(world):
-        calls = [{"sequence": first + i, "collective": name, "elements": elements, "ended": i < stuck}
-                 for i, (name, elements) in enumerate(made if rank == culprit else loop)]
-        ranks.append({"alive": kind != "dead" or rank != culprit, "calls": calls[rng.randrange(2):]})
+        calls = [
+            {"sequence": first + i, "collective": name, "elements": elements, "ended": i < stuck}
+            for i, (name, elements) in enumerate(made if rank == culprit else loop)
+        ]
+        ranks.append({"alive": kind != "dead" or rank != culprit, "calls": calls[rng.randrange(2) :]})
     if kind == "dead later":  # it met the error first, and has left by no fault of its own
         ranks[(culprit + 1) % world]["alive"] = False
     return {"ranks": ranks}
@@ -57,16 +65,22 @@ def verdict(ranks: list[dict]) -> list:
 
 
 def observe_hang(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    culprit = function([{"alive": r["alive"], "calls": [dict(call) for call in r["calls"]]}
-                        for r in case.inputs["ranks"]])
+    culprit = function(
+        [{"alive": r["alive"], "calls": [dict(call) for call in r["calls"]]} for r in case.inputs["ranks"]]
+    )
     return {"verdict": [-1, "nobody", -1] if culprit is None else plain(list(culprit))}
 
 
 def in_lines(inputs: dict) -> str:
     """The notes of each rank in a line; what has not ended has dots."""
-    lines = [f"rank {rank}, {'alive' if noted['alive'] else 'dead'}:  " + "  ".join(
-        f"{call['sequence']} {call['collective']} {call['elements']}{'' if call['ended'] else ' ...'}"
-        for call in noted["calls"]) for rank, noted in enumerate(inputs["ranks"])]
+    lines = [
+        f"rank {rank}, {'alive' if noted['alive'] else 'dead'}:  "
+        + "  ".join(
+            f"{call['sequence']} {call['collective']} {call['elements']}{'' if call['ended'] else ' ...'}"
+            for call in noted["calls"]
+        )
+        for rank, noted in enumerate(inputs["ranks"])
+    ]
     return "\n".join(["sequence, collective, elements; ... for one that has not ended", *lines])
 
 
@@ -84,11 +98,24 @@ def verdict_has(place: int, what: str) -> Rule:
 
 
 HANG = Task(
-    name="faults.hang", lesson=LESSON, function="culprit", title="Whom does everybody wait for?", difficulty=3,
-    importance=5, minutes=30, draw=in_turn(hang_case, len(KINDS)), observe=observe_hang, needs_ranks=False,
-    shown=in_lines, essential=("who",),
-    properties={"who": Property(2, verdict_has(0, "rank")), "what": Property(2, verdict_has(1, "what")),
-                "where": Property(1, verdict_has(2, "sequence"))})
+    name="faults.hang",
+    lesson=LESSON,
+    function="culprit",
+    title="Whom does everybody wait for?",
+    difficulty=3,
+    importance=5,
+    minutes=30,
+    draw=in_turn(hang_case, len(KINDS)),
+    observe=observe_hang,
+    needs_ranks=False,
+    shown=in_lines,
+    essential=("who",),
+    properties={
+        "who": Property(2, verdict_has(0, "rank")),
+        "what": Property(2, verdict_has(1, "what")),
+        "where": Property(1, verdict_has(2, "sequence")),
+    },
+)
 
 
 # --- faults.agreement ---
@@ -124,8 +151,10 @@ def observe_agreement(function: Callable[..., Any], case: Case, rank: int) -> di
 
 def names_who_differs(case: Case, seen: Seen) -> Miss | None:
     """The ranks named are those that differ from most; of two that differ, the lower counts as right."""
-    held = [weight.tobytes() + bias.tobytes() for weight, bias in zip(case.inputs["weights"], case.inputs["biases"],
-                                                                      strict=True)]
+    held = [
+        weight.tobytes() + bias.tobytes()
+        for weight, bias in zip(case.inputs["weights"], case.inputs["biases"], strict=True)
+    ]
     most = max(held, key=held.count)
     right = [rank for rank, value in enumerate(held) if value != most]
     for rank in range(case.world_size):
@@ -139,15 +168,25 @@ def one_small_collective(case: Case, seen: Seen) -> Miss | None:
         made = made_by(seen, rank)
         carried = sum(int(event.split()[1]) for event in made)
         if len(made) != 1 or carried > 32 * case.world_size:
-            return Miss(f"one collective of at most {32 * case.world_size} bytes", short(", ".join(made) or "none"),
-                        rank)
+            return Miss(
+                f"one collective of at most {32 * case.world_size} bytes", short(", ".join(made) or "none"), rank
+            )
     return None
 
 
 AGREEMENT = Task(
-    name="faults.agreement", lesson=LESSON, function="who_differs", title="Do all ranks still hold the same?",
-    difficulty=2, importance=4, minutes=20, draw=agreement_cases, observe=observe_agreement,
-    own={"weights": entry, "biases": entry}, essential=("ranks",),
-    properties={"ranks": Property(3, names_who_differs), "one small collective": Property(2, one_small_collective)})
+    name="faults.agreement",
+    lesson=LESSON,
+    function="who_differs",
+    title="Do all ranks still hold the same?",
+    difficulty=2,
+    importance=4,
+    minutes=20,
+    draw=agreement_cases,
+    observe=observe_agreement,
+    own={"weights": entry, "biases": entry},
+    essential=("ranks",),
+    properties={"ranks": Property(3, names_who_differs), "one small collective": Property(2, one_small_collective)},
+)
 
 ALL = (HANG, AGREEMENT)

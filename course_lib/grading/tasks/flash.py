@@ -18,6 +18,7 @@ USUAL, LARGE, BLIND, LONG = "usual", "large", "blind", "long"
 
 # --- flash.attention ---
 
+
 def flash_case(rng: random.Random, place: int) -> dict:
     """In turn: usual scores; some of ±16000; queries that see no key; one head and many tokens.
 
@@ -37,7 +38,7 @@ def flash_case(rng: random.Random, place: int) -> dict:
         tokens = block * rng.randrange(6, 9) + rng.randrange(1, block)
     q, k, v = (numbers(rng, batch, heads, tokens, width) for heads in (kv_heads * shared, kv_heads, kv_heads))
     keep = np.ones((batch, tokens), bool)
-    keep[-1, tokens - rng.randrange(1, block):] = False
+    keep[-1, tokens - rng.randrange(1, block) :] = False
     if kind == LARGE:
         q, k = (np.round(4 * one) / 4 for one in (q, k))
         q[..., -1] = np.where(np.arange(tokens) % 2, 128, -128) * width**0.5
@@ -53,8 +54,13 @@ def observe_flash(function: Callable[..., Any], case: Case, rank: int) -> dict:
     with Work() as work:
         output, log_sum = function(*given.values(), case.inputs["causal"], case.inputs["block"])
     changed = not all(np.array_equal(case.inputs[name], tensor.numpy()) for name, tensor in given.items())
-    return {"output": plain(output), "log_sum": plain(log_sum), "largest": work.largest, "flops": work.flops,
-            "changed": changed}
+    return {
+        "output": plain(output),
+        "log_sum": plain(log_sum),
+        "largest": work.largest,
+        "flops": work.flops,
+        "changed": changed,
+    }
 
 
 def visible(case: Case) -> np.ndarray:
@@ -111,8 +117,11 @@ def no_matrix(case: Case, seen: Seen) -> Miss | None:
     actual = number(seen, 0, "largest")
     if 0 < actual <= most:
         return None
-    return Miss(f"no tensor of more than {most} elements", f"one of {actual:g}",
-                note=f"q has {case.inputs['q'].size} elements, the matrix of scores {batch * heads * tokens**2}")
+    return Miss(
+        f"no tensor of more than {most} elements",
+        f"one of {actual:g}",
+        note=f"q has {case.inputs['q'].size} elements, the matrix of scores {batch * heads * tokens**2}",
+    )
 
 
 def needed_products(case: Case, seen: Seen) -> Miss | None:
@@ -120,8 +129,12 @@ def needed_products(case: Case, seen: Seen) -> Miss | None:
     (batch, heads, tokens, width), block = case.inputs["q"].shape, case.inputs["block"]
     array(seen, 0, "output", (batch, heads, tokens, width))
     starts = range(0, tokens, block)
-    pairs = sum((min(row + block, tokens) - row) * (min(column + block, tokens) - column)
-                for row in starts for column in starts if column <= row or not case.inputs["causal"])
+    pairs = sum(
+        (min(row + block, tokens) - row) * (min(column + block, tokens) - column)
+        for row in starts
+        for column in starts
+        if column <= row or not case.inputs["causal"]
+    )
     most, least = 4 * width * heads * batch * pairs, 4 * width * heads * int(visible(case).sum())
     actual = number(seen, 0, "flops")
     if least <= actual <= most:
@@ -130,11 +143,25 @@ def needed_products(case: Case, seen: Seen) -> Miss | None:
 
 
 ATTENTION = Task(
-    name="flash.attention", lesson=LESSON, function="flash_attention", title="Attention without its matrix",
-    difficulty=4, importance=5, minutes=45, draw=in_turn(flash_case, 8), observe=observe_flash, needs_ranks=False,
+    name="flash.attention",
+    lesson=LESSON,
+    function="flash_attention",
+    title="Attention without its matrix",
+    difficulty=4,
+    importance=5,
+    minutes=45,
+    draw=in_turn(flash_case, 8),
+    observe=observe_flash,
+    needs_ranks=False,
     essential=("output", "large scores", "no matrix"),
-    properties={"output": Property(3, attended(USUAL, LONG)), "log of the sum": Property(1, log_sums),
-                "large scores": Property(2, attended(LARGE)), "queries that see nothing": Property(1, attended(BLIND)),
-                "no matrix": Property(2, no_matrix), "no block beyond the diagonal": Property(2, needed_products)})
+    properties={
+        "output": Property(3, attended(USUAL, LONG)),
+        "log of the sum": Property(1, log_sums),
+        "large scores": Property(2, attended(LARGE)),
+        "queries that see nothing": Property(1, attended(BLIND)),
+        "no matrix": Property(2, no_matrix),
+        "no block beyond the diagonal": Property(2, needed_products),
+    },
+)
 
 ALL = (ATTENTION,)

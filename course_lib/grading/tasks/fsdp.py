@@ -26,14 +26,20 @@ def layers_case(rng: random.Random, world: int, layers: int | None = None, dtype
     sizes = [rng.randrange(2, 6) for _ in range((layers or rng.randrange(3, 6)) + 1)]
     if world > 2:
         sizes[:2] = (2, 2) if world == 3 else (3, 3)
-    return {"weights": [numbers(rng, after, before).clip(-3.5, 3.5) for before, after in pairwise(sizes)],
-            "rows": [numbers(rng, 3, sizes[0]) for _ in range(world)], "dtype": dtype}
+    return {
+        "weights": [numbers(rng, after, before).clip(-3.5, 3.5) for before, after in pairwise(sizes)],
+        "rows": [numbers(rng, 3, sizes[0]) for _ in range(world)],
+        "dtype": dtype,
+    }
 
 
 def draw_layers(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
     """Some layers on each number of ranks, a model of one layer on two, and weights in two bytes."""
-    return [*each_world(layers_case)(rng, worlds), Case(2, layers_case(rng, 2, layers=1)),
-            Case(2, layers_case(rng, 2, dtype="bfloat16"))]
+    return [
+        *each_world(layers_case)(rng, worlds),
+        Case(2, layers_case(rng, 2, layers=1)),
+        Case(2, layers_case(rng, 2, dtype="bfloat16")),
+    ]
 
 
 def shard(weight: np.ndarray, rank: int, ranks: int) -> Tensor:
@@ -155,28 +161,58 @@ def waits_when_due(case: Case, seen: Seen) -> Miss | None:
 
 
 GATHER = Task(
-    name="fsdp.gather", lesson=LESSON, function="sharded_forward", title="Gather, compute, free", difficulty=3,
-    importance=5, minutes=25, draw=draw_layers, observe=observe_forward,
-    own={"weights": shards_alone, "rows": entry}, essential=("output", "freed", "one layer at a time"),
-    properties={"output": Property(2, result("output", outputs)), "each gathered once": Property(1, each_gathered_once),
-                "freed": Property(2, let_go), "one layer at a time": Property(2, gathered_ahead(0))})
+    name="fsdp.gather",
+    lesson=LESSON,
+    function="sharded_forward",
+    title="Gather, compute, free",
+    difficulty=3,
+    importance=5,
+    minutes=25,
+    draw=draw_layers,
+    observe=observe_forward,
+    own={"weights": shards_alone, "rows": entry},
+    essential=("output", "freed", "one layer at a time"),
+    properties={
+        "output": Property(2, result("output", outputs)),
+        "each gathered once": Property(1, each_gathered_once),
+        "freed": Property(2, let_go),
+        "one layer at a time": Property(2, gathered_ahead(0)),
+    },
+)
 
 PREFETCH = Task(
-    name="fsdp.prefetch", lesson=LESSON, function="prefetching_forward", title="Gather the next layer ahead of time",
-    difficulty=4, importance=4, minutes=25, draw=draw_layers, observe=observe_forward,
-    own={"weights": shards_alone, "rows": entry}, essential=("output", "one layer ahead", "does not block"),
-    properties={"output": Property(2, result("output", outputs)), "each gathered once": Property(1, each_gathered_once),
-                "freed": Property(1, let_go), "one layer ahead": Property(2, gathered_ahead(1)),
-                "does not block": Property(2, waits_when_due)})
+    name="fsdp.prefetch",
+    lesson=LESSON,
+    function="prefetching_forward",
+    title="Gather the next layer ahead of time",
+    difficulty=4,
+    importance=4,
+    minutes=25,
+    draw=draw_layers,
+    observe=observe_forward,
+    own={"weights": shards_alone, "rows": entry},
+    essential=("output", "one layer ahead", "does not block"),
+    properties={
+        "output": Property(2, result("output", outputs)),
+        "each gathered once": Property(1, each_gathered_once),
+        "freed": Property(1, let_go),
+        "one layer ahead": Property(2, gathered_ahead(1)),
+        "does not block": Property(2, waits_when_due),
+    },
+)
 
 
 # --- fsdp.clip ---
 
+
 def clip_case(rng: random.Random, world: int) -> dict:
     sizes = [rng.randrange(1, 8) for _ in range(3)]
-    return {"gradients": [[numbers(rng, size * (world < 3 or rank < world - 1)) for size in sizes]
-                          for rank in range(world)],
-            "max_norm": rng.choice((0.5, 1.0, 1000.0))}
+    return {
+        "gradients": [
+            [numbers(rng, size * (world < 3 or rank < world - 1)) for size in sizes] for rank in range(world)
+        ],
+        "max_norm": rng.choice((0.5, 1.0, 1000.0)),
+    }
 
 
 def observe_clip(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -204,10 +240,22 @@ def draw_clip(rng: random.Random, worlds: Any = (1, 2, 3)) -> list[Case]:
 
 
 CLIP = Task(
-    name="fsdp.clip", lesson=LESSON, function="clip", title="Clip by the norm of all shards", difficulty=2,
-    importance=4, minutes=15, draw=draw_clip, observe=observe_clip,
-    own={"gradients": entry}, essential=("norm", "scaled"),
-    properties={"norm": Property(2, result("norm", lambda case: [norm(case)] * case.world_size)),
-                "scaled": Property(2, result("gradients", clipped)), "few bytes": Property(1, few_bytes(16))})
+    name="fsdp.clip",
+    lesson=LESSON,
+    function="clip",
+    title="Clip by the norm of all shards",
+    difficulty=2,
+    importance=4,
+    minutes=15,
+    draw=draw_clip,
+    observe=observe_clip,
+    own={"gradients": entry},
+    essential=("norm", "scaled"),
+    properties={
+        "norm": Property(2, result("norm", lambda case: [norm(case)] * case.world_size)),
+        "scaled": Property(2, result("gradients", clipped)),
+        "few bytes": Property(1, few_bytes(16)),
+    },
+)
 
 ALL = (GATHER, PREFETCH, CLIP)

@@ -26,9 +26,12 @@ NAPS = 20
 def sharded_case(rng: random.Random, world: int) -> dict:
     """Layers of which one is frozen and one is used twice; each weight is far larger than what flows through it."""
     width = rng.randrange(9, 12)
-    return {"weights": [numbers(rng, width, width) / 4 for _ in range(3)], "order": [0, 1, 2, 1],
-            "frozen": rng.choice((0, 2)),
-            "rows": [[numbers(rng, ROWS, width) for _ in range(STEPS)] for _ in range(world)]}
+    return {
+        "weights": [numbers(rng, width, width) / 4 for _ in range(3)],
+        "order": [0, 1, 2, 1],
+        "frozen": rng.choice((0, 2)),
+        "rows": [[numbers(rng, ROWS, width) for _ in range(STEPS)] for _ in range(world)],
+    }
 
 
 def draw_sharded(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
@@ -87,22 +90,34 @@ def observe_sharded(function: Callable[..., Any], case: Case, rank: int) -> dict
             kept = max(kept, kept_since(before, sizes))
             steps["output"].append(plain(x))
             steps["x"].append(plain(first.grad))
-            steps["gradients"].append(np.concatenate(
-                [plain(torch.zeros_like(layer.shard) if layer.shard.grad is None else layer.shard.grad)
-                 for layer in layers]))
+            steps["gradients"].append(
+                np.concatenate(
+                    [
+                        plain(torch.zeros_like(layer.shard) if layer.shard.grad is None else layer.shard.grad)
+                        for layer in layers
+                    ]
+                )
+            )
             with torch.no_grad():
                 for layer in layers:
                     if layer.shard.grad is not None:
                         layer.shard.sub_(RATE * layer.shard.grad)
-    return {**{name: np.stack(arrays) for name, arrays in steps.items()}, "parameters": parameters, "kept": kept,
-            "saved": saved, "events": record.events}
+    return {
+        **{name: np.stack(arrays) for name, arrays in steps.items()},
+        "parameters": parameters,
+        "kept": kept,
+        "saved": saved,
+        "events": record.events,
+    }
 
 
 def by_whole_weights(case: Case) -> dict[str, list[np.ndarray]]:
     """Outputs, gradients of x and each rank's shards of the mean gradients, by weights that are whole."""
     given, world = case.inputs, case.world_size
-    weights = [torch.from_numpy(weight.copy()).requires_grad_(i != given["frozen"])
-               for i, weight in enumerate(given["weights"])]
+    weights = [
+        torch.from_numpy(weight.copy()).requires_grad_(i != given["frozen"])
+        for i, weight in enumerate(given["weights"])
+    ]
     outputs: list[list[np.ndarray]] = [[] for _ in range(world)]
     of_x: list[list[np.ndarray]] = [[] for _ in range(world)]
     shards: list[list[np.ndarray]] = [[] for _ in range(world)]
@@ -123,8 +138,11 @@ def by_whole_weights(case: Case) -> dict[str, list[np.ndarray]]:
         with torch.no_grad():
             for weight, mean in zip(weights, means, strict=True):
                 weight.sub_(RATE * torch.from_numpy(mean))
-    return {"output": [np.stack(mine) for mine in outputs], "x": [np.stack(mine) for mine in of_x],
-            "gradients": [np.stack(mine) for mine in shards]}
+    return {
+        "output": [np.stack(mine) for mine in outputs],
+        "x": [np.stack(mine) for mine in of_x],
+        "gradients": [np.stack(mine) for mine in shards],
+    }
 
 
 def as_due(case: Case, seen: Seen) -> Miss | None:
@@ -139,8 +157,11 @@ def as_due(case: Case, seen: Seen) -> Miss | None:
         made = [event for event in events(seen, rank) if event.split()[0] in (*NAMES, "forward", "backward")]
         if made != right * STEPS:
             at = next((i for i, (a, b) in enumerate(zip(made, right * STEPS, strict=False)) if a != b), len(made))
-            return Miss(f"{short(', '.join((right * STEPS)[at:at + 3]))} as event {at}",
-                        short(", ".join(made[at:at + 3]) or "nothing more"), rank)
+            return Miss(
+                f"{short(', '.join((right * STEPS)[at : at + 3]))} as event {at}",
+                short(", ".join(made[at : at + 3]) or "nothing more"),
+                rank,
+            )
     return None
 
 
@@ -160,13 +181,24 @@ def let_go(case: Case, seen: Seen) -> Miss | None:
 
 
 MODULE = Task(
-    name="fsdp.module", lesson=LESSON, function="ShardedLinear", title="Build it: a sharded layer with its backward",
-    difficulty=5, importance=5, minutes=60, draw=draw_sharded, observe=observe_sharded,
-    own={"rows": entry}, essential=("gradients", "freed"),
-    properties={"output": Property(2, result("output", lambda case: by_whole_weights(case)["output"], first_step=0)),
-                "gradient of x": Property(2, result("x", lambda case: by_whole_weights(case)["x"], first_step=0)),
-                "gradients": Property(3, result("gradients", lambda case: by_whole_weights(case)["gradients"],
-                                                first_step=0)),
-                "collectives": Property(2, as_due), "freed": Property(3, let_go)})
+    name="fsdp.module",
+    lesson=LESSON,
+    function="ShardedLinear",
+    title="Build it: a sharded layer with its backward",
+    difficulty=5,
+    importance=5,
+    minutes=60,
+    draw=draw_sharded,
+    observe=observe_sharded,
+    own={"rows": entry},
+    essential=("gradients", "freed"),
+    properties={
+        "output": Property(2, result("output", lambda case: by_whole_weights(case)["output"], first_step=0)),
+        "gradient of x": Property(2, result("x", lambda case: by_whole_weights(case)["x"], first_step=0)),
+        "gradients": Property(3, result("gradients", lambda case: by_whole_weights(case)["gradients"], first_step=0)),
+        "collectives": Property(2, as_due),
+        "freed": Property(3, let_go),
+    },
+)
 
 ALL = (MODULE,)

@@ -22,10 +22,21 @@ def notice_cases(rng: random.Random, worlds: Sequence[int] = (1, 2, 3)) -> list[
         last = first + 2 * every + rng.randrange(1, 3)
         in_a_save = place % 3 == 0
         at = rng.choice([step for step in range(first, last - 2) if ((step + 1) % every == 0) is in_a_save])
-        cases.append(Case(world, {
-            "first": first, "last": last, "every": every, "at": None if place == len(worlds) else at,
-            "in_a_save": in_a_save, "twice": place % 2 == 1, "step_seconds": rng.randrange(45, 51),
-            "save_seconds": rng.randrange(40, 46)}))
+        cases.append(
+            Case(
+                world,
+                {
+                    "first": first,
+                    "last": last,
+                    "every": every,
+                    "at": None if place == len(worlds) else at,
+                    "in_a_save": in_a_save,
+                    "twice": place % 2 == 1,
+                    "step_seconds": rng.randrange(45, 51),
+                    "save_seconds": rng.randrange(40, 46),
+                },
+            )
+        )
     return cases
 
 
@@ -106,11 +117,15 @@ def in_time(case: Case, seen: Seen) -> Miss | None:
     log = log_of(case, seen, case.world_size - 1)
     if case.inputs["at"] is None:
         return None
-    begun = log[max(0, log.index("signal") - 1):]  # with what it was at
-    seconds = sum(case.inputs[f"{word}_seconds"] for word in ("step", "save") for entry in begun
-                  if entry.startswith(word))
-    return None if seconds <= NOTICE_SECONDS else Miss(f"an end within {NOTICE_SECONDS} s of the signal",
-                                                       f"{seconds} s: {short(', '.join(begun))}")
+    begun = log[max(0, log.index("signal") - 1) :]  # with what it was at
+    seconds = sum(
+        case.inputs[f"{word}_seconds"] for word in ("step", "save") for entry in begun if entry.startswith(word)
+    )
+    return (
+        None
+        if seconds <= NOTICE_SECONDS
+        else Miss(f"an end within {NOTICE_SECONDS} s of the signal", f"{seconds} s: {short(', '.join(begun))}")
+    )
 
 
 def code_is(case: Case, seen: Seen) -> Miss | None:
@@ -132,11 +147,23 @@ def handler_is_back(case: Case, seen: Seen) -> Miss | None:
 
 
 INTERRUPTION = Task(
-    name="cloud.interruption", lesson=LESSON, function="run_until_asked", title="Two minutes' notice", difficulty=4,
-    importance=5, minutes=35, draw=notice_cases, observe=observe_notice,
+    name="cloud.interruption",
+    lesson=LESSON,
+    function="run_until_asked",
+    title="Two minutes' notice",
+    difficulty=4,
+    importance=5,
+    minutes=35,
+    draw=notice_cases,
+    observe=observe_notice,
     essential=("steps", "checkpoints"),
-    properties={"steps": Property(2, on_each_rank("step", steps_due)),
-                "checkpoints": Property(2, on_each_rank("save", saves_due)), "in time": Property(1, in_time),
-                "exit code": Property(1, code_is), "handler": Property(1, handler_is_back)})
+    properties={
+        "steps": Property(2, on_each_rank("step", steps_due)),
+        "checkpoints": Property(2, on_each_rank("save", saves_due)),
+        "in time": Property(1, in_time),
+        "exit code": Property(1, code_is),
+        "handler": Property(1, handler_is_back),
+    },
+)
 
 ALL = (INTERRUPTION,)

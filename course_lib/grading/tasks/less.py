@@ -41,16 +41,32 @@ def link_case(rng: random.Random, place: int) -> dict:
     ways: dict[str, dict[str, Any]] = {
         "all-reduce": {"messages": 1, "bytes": sent, "every": 1, "steps": steps},
         "int4": {"messages": 2, "bytes": sent // 8, "every": 1, "steps": steps + rng.randrange(1, 9)},
-        "LocalSGD": {"messages": 1, "bytes": sent, "every": every,
-                     "steps": every * rng.randrange(14, 20) + rng.randrange(1, every)},
-        "top-k": {"messages": 1, "bytes": sent // 64, "every": 1, "steps": None}}
+        "LocalSGD": {
+            "messages": 1,
+            "bytes": sent,
+            "every": every,
+            "steps": every * rng.randrange(14, 20) + rng.randrange(1, every),
+        },
+        "top-k": {"messages": 1, "bytes": sent // 64, "every": 1, "steps": None},
+    }
     if kind == TIED:
-        ways = {"top-k": ways["top-k"], "PowerSGD": dict(ways["LocalSGD"]), "LocalSGD": ways["LocalSGD"],
-                "all-reduce": ways["all-reduce"]}
+        ways = {
+            "top-k": ways["top-k"],
+            "PowerSGD": dict(ways["LocalSGD"]),
+            "LocalSGD": ways["LocalSGD"],
+            "all-reduce": ways["all-reduce"],
+        }
     if kind == NEVER:
         ways = {name: way | {"steps": None} for name, way in ways.items()}
-    return {"ranks": ranks, "size": size, "latency": latency, "rate": rate, "compute": compute, "share": share,
-            "ways": ways}
+    return {
+        "ranks": ranks,
+        "size": size,
+        "latency": latency,
+        "rate": rate,
+        "compute": compute,
+        "share": share,
+        "ways": ways,
+    }
 
 
 def observe_link(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -67,8 +83,7 @@ def on_a_link(case: Case) -> tuple[int, dict[str, Fraction | None], str | None]:
     for name, way in case.inputs["ways"].items():
         seconds[name] = None
         if way["steps"] is not None:
-            period = (way["every"] * about["compute"] + way["messages"] * about["latency"]
-                      + way["bytes"] / about["rate"])
+            period = way["every"] * about["compute"] + way["messages"] * about["latency"] + way["bytes"] / about["rate"]
             seconds[name] = -(-way["steps"] // way["every"]) * period
     reached = {name: value for name, value in seconds.items() if value is not None}
     return fewest, seconds, min(reached, key=lambda name: reached[name]) if reached else None
@@ -100,14 +115,27 @@ def first_there(case: Case, seen: Seen) -> Miss | None:
 
 
 LINK = Task(
-    name="less.link", lesson=LESSON, function="first_on_link", title="Who is first on this link?", difficulty=2,
-    importance=5, minutes=20, draw=in_turn(link_case, 8), observe=observe_link, needs_ranks=False,
+    name="less.link",
+    lesson=LESSON,
+    function="first_on_link",
+    title="Who is first on this link?",
+    difficulty=2,
+    importance=5,
+    minutes=20,
+    draw=in_turn(link_case, 8),
+    observe=observe_link,
+    needs_ranks=False,
     essential=("first",),
-    properties={"local steps": Property(2, fewest_steps), "seconds": Property(2, seconds_to_the_loss),
-                "first": Property(1, first_there)})
+    properties={
+        "local steps": Property(2, fewest_steps),
+        "seconds": Property(2, seconds_to_the_loss),
+        "first": Property(1, first_there),
+    },
+)
 
 
 # --- less.average ---
+
 
 class Averaged(Gated):
     """A model that only some rows pass whole, with a running mean of its inputs."""
@@ -163,8 +191,9 @@ def observe_average(function: Callable[..., Any], case: Case, rank: int) -> dict
     return {"weights": plain(torch.stack(weights)), "own": plain(states_of(model, optimizer)), "events": record.events}
 
 
-def local_steps(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], rows: Sequence[Sequence[np.ndarray]]
-                ) -> Iterator[int]:
+def local_steps(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer], rows: Sequence[Sequence[np.ndarray]]
+) -> Iterator[int]:
     """The steps of ranks that train by themselves, in one process: yields their number after each."""
     for number, batches in enumerate(zip(*rows, strict=True), 1):
         for model, optimizer, batch in zip(models, optimizers, batches, strict=True):
@@ -187,8 +216,9 @@ def averaged(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
                     copy.data.copy_(mean)
         for kept, model in zip(weights, models, strict=True):
             kept.append(all_weights(model).numpy().copy())
-    return [np.stack(kept) for kept in weights], [plain(states_of(*each)) for each in zip(models, optimizers,
-                                                                                           strict=True)]
+    return [np.stack(kept) for kept in weights], [
+        plain(states_of(*each)) for each in zip(models, optimizers, strict=True)
+    ]
 
 
 def by_step(seen: Seen, rank: int, steps: int) -> list[list[str]]:
@@ -200,8 +230,9 @@ def by_step(seen: Seen, rank: int, steps: int) -> list[list[str]]:
         elif event != "wait":
             parts[-1].append(event)
     if len(parts) != steps + 1 or parts[0]:
-        raise Malformed(Miss(f"nothing before {steps} steps", short(", ".join(parts[0])) or f"{len(parts) - 1} steps",
-                             rank))
+        raise Malformed(
+            Miss(f"nothing before {steps} steps", short(", ".join(parts[0])) or f"{len(parts) - 1} steps", rank)
+        )
     return parts[1:]
 
 
@@ -212,17 +243,31 @@ def once_per_period(case: Case, seen: Seen) -> Miss | None:
         for number, made in enumerate(by_step(seen, rank, len(case.inputs["rows"][0])), 1):
             right = [f"all_reduce {size}"] * (number % case.inputs["every"] == 0)
             if made != right:
-                return Miss(f"{', '.join(right) or 'no collective'} in step {number}",
-                            short(", ".join(made) or "no collective"), rank)
+                return Miss(
+                    f"{', '.join(right) or 'no collective'} in step {number}",
+                    short(", ".join(made) or "no collective"),
+                    rank,
+                )
     return None
 
 
 AVERAGE = Task(
-    name="less.average", lesson=LESSON, function="local_sgd", title="Agree now and then", difficulty=2, importance=5,
-    minutes=20, draw=draw_averages, observe=observe_average, own={"rows": entry},
+    name="less.average",
+    lesson=LESSON,
+    function="local_sgd",
+    title="Agree now and then",
+    difficulty=2,
+    importance=5,
+    minutes=20,
+    draw=draw_averages,
+    observe=observe_average,
+    own={"rows": entry},
     essential=("weights", "once per period"),
-    properties={"weights": Property(3, result("weights", lambda case: averaged(case)[0], first_step=1)),
-                "each rank's own": Property(1, result("own", lambda case: averaged(case)[1])),
-                "once per period": Property(2, once_per_period)})
+    properties={
+        "weights": Property(3, result("weights", lambda case: averaged(case)[0], first_step=1)),
+        "each rank's own": Property(1, result("own", lambda case: averaged(case)[1])),
+        "once per period": Property(2, once_per_period),
+    },
+)
 
 ALL = (LINK, AVERAGE)

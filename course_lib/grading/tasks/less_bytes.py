@@ -24,7 +24,7 @@ def int8_case(rng: random.Random, world: int, kind: str, blocks: int) -> dict:
     block = rng.randrange(4, 9)
     values = numbers(rng, world, block * blocks + rng.randrange(1, block))
     for first in range(0, values.shape[1], block):
-        values[:, first:first + block] *= 0 if first == 2 * block else SIZES[(first // block + world) % 4]
+        values[:, first : first + block] *= 0 if first == 2 * block else SIZES[(first // block + world) % 4]
     values *= 4.0 ** np.arange(world)[:, None]
     if kind == BROKEN:
         values[world - 1, 1], values[0, -1] = np.inf, np.nan
@@ -35,8 +35,12 @@ def int8_case(rng: random.Random, world: int, kind: str, blocks: int) -> dict:
 
 def draw_int8(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
     """Each number of ranks; fewer blocks than ranks; numbers that are not finite; and bf16."""
-    kinds = [*((world, FINITE, rng.randrange(4, 7)) for world in worlds), (worlds[-1], FINITE, 1), (2, BROKEN, 4),
-             (2, HALF, 5)]
+    kinds = [
+        *((world, FINITE, rng.randrange(4, 7)) for world in worlds),
+        (worlds[-1], FINITE, 1),
+        (2, BROKEN, 4),
+        (2, HALF, 5),
+    ]
     return [Case(world, int8_case(rng, world, kind, blocks)) for world, kind, blocks in kinds]
 
 
@@ -78,8 +82,12 @@ def off_by_half_a_scale(kind: str) -> Rule:
                 wrong = np.isfinite(allowed) & ~(np.abs(found - right) <= allowed)
             if wrong.any():
                 place = int(np.argmax(wrong))
-                return Miss(f"total[{place}] = {right[place]:.5g}, at most {allowed[place]:.2g} off",
-                            f"{found[place]:.5g}", rank, f"in block {place // case.inputs['block']}")
+                return Miss(
+                    f"total[{place}] = {right[place]:.5g}, at most {allowed[place]:.2g} off",
+                    f"{found[place]:.5g}",
+                    rank,
+                    f"in block {place // case.inputs['block']}",
+                )
         return None
 
     return rule
@@ -92,8 +100,12 @@ def broken_blocks(case: Case, seen: Seen) -> Miss | None:
         still = ~np.isfinite(allowed) & ~np.isnan(found)
         if still.any():
             place = int(np.argmax(still))
-            return Miss(f"total[{place}] = nan", f"{found[place]:.5g}", rank,
-                        f"in block {place // case.inputs['block']} a rank has a number that is not finite")
+            return Miss(
+                f"total[{place}] = nan",
+                f"{found[place]:.5g}",
+                rank,
+                f"in block {place // case.inputs['block']} a rank has a number that is not finite",
+            )
     return None
 
 
@@ -130,11 +142,25 @@ def quarter_of_the_bytes(case: Case, seen: Seen) -> Miss | None:
 
 
 INT8 = Task(
-    name="less.int8", lesson=LESSON, function="int8_all_reduce", title="A sum in 8 bits", difficulty=4, importance=4,
-    minutes=45, draw=draw_int8, observe=observe_int8, own={"values": entry}, essential=("sum", "bytes"),
-    properties={"sum": Property(3, off_by_half_a_scale(FINITE)), "bf16": Property(1, off_by_half_a_scale(HALF)),
-                "not finite": Property(1, broken_blocks), "same bits": Property(1, same_bits("total")),
-                "bytes": Property(2, quarter_of_the_bytes)})
+    name="less.int8",
+    lesson=LESSON,
+    function="int8_all_reduce",
+    title="A sum in 8 bits",
+    difficulty=4,
+    importance=4,
+    minutes=45,
+    draw=draw_int8,
+    observe=observe_int8,
+    own={"values": entry},
+    essential=("sum", "bytes"),
+    properties={
+        "sum": Property(3, off_by_half_a_scale(FINITE)),
+        "bf16": Property(1, off_by_half_a_scale(HALF)),
+        "not finite": Property(1, broken_blocks),
+        "same bits": Property(1, same_bits("total")),
+        "bytes": Property(2, quarter_of_the_bytes),
+    },
+)
 
 
 # --- less.powersgd ---
@@ -216,8 +242,9 @@ def approximated(kind: str) -> Rule:
 def late_not_lost(case: Case, seen: Seen) -> Miss | None:
     """After each step what was applied so far, and the mean of what waits, are all gradients so far."""
     right = np.cumsum(np.mean(np.stack(case.inputs["gradients"]).astype(np.float64), axis=0), axis=0)
-    waits, applied = ([array(seen, rank, key, right.shape) for rank in range(case.world_size)]
-                      for key in ("left_out", "mean"))
+    waits, applied = (
+        [array(seen, rank, key, right.shape) for rank in range(case.world_size)] for key in ("left_out", "mean")
+    )
     where = "applied + mean of left_out"
     with np.errstate(all="ignore"):
         found = np.cumsum(applied[0], axis=0) + np.mean(waits, axis=0)
@@ -225,13 +252,33 @@ def late_not_lost(case: Case, seen: Seen) -> Miss | None:
 
 
 POWERSGD = Task(
-    name="less.powersgd", lesson=LESSON, function="powersgd_step", title="A matrix as two thin ones", difficulty=3,
-    importance=4, minutes=35, draw=draw_powersgd, observe=observe_powersgd, own={"gradients": entry},
+    name="less.powersgd",
+    lesson=LESSON,
+    function="powersgd_step",
+    title="A matrix as two thin ones",
+    difficulty=3,
+    importance=4,
+    minutes=35,
+    draw=draw_powersgd,
+    observe=observe_powersgd,
+    own={"gradients": entry},
     essential=("approximation", "bytes"),
-    properties={"approximation": Property(3, approximated(ANY)), "rank 1 is exact": Property(1, approximated(ONE)),
-                "zeros stay zeros": Property(1, approximated(ZEROS)), "nothing is lost": Property(2, late_not_lost),
-                "bytes": Property(2, only("all_reduce", lambda case: [
-                    4 * size * case.inputs["q"].shape[1] for size in case.inputs["gradients"][0].shape[1:]
-                ] * len(case.inputs["gradients"][0])))})
+    properties={
+        "approximation": Property(3, approximated(ANY)),
+        "rank 1 is exact": Property(1, approximated(ONE)),
+        "zeros stay zeros": Property(1, approximated(ZEROS)),
+        "nothing is lost": Property(2, late_not_lost),
+        "bytes": Property(
+            2,
+            only(
+                "all_reduce",
+                lambda case: (
+                    [4 * size * case.inputs["q"].shape[1] for size in case.inputs["gradients"][0].shape[1:]]
+                    * len(case.inputs["gradients"][0])
+                ),
+            ),
+        ),
+    },
+)
 
 ALL = (INT8, POWERSGD)

@@ -36,14 +36,23 @@ class Inner(Optimizer):
 def topk_case(rng: random.Random, world: int, kind: str, every: int, density: float) -> dict:
     """Three periods and a step; after ``saved`` steps, in the second period or after it, the state is taken."""
     return gated_case(rng, world, 3 * every + 1) | {
-        "optimizer": kind, "every": every, "density": density, "outer_lr": 0.5,
-        "outer_momentum": rng.choice((0.5, 0.75)), "saved": every + 1}
+        "optimizer": kind,
+        "every": every,
+        "density": density,
+        "outer_lr": 0.5,
+        "outer_momentum": rng.choice((0.5, 0.75)),
+        "saved": every + 1,
+    }
 
 
 def draw_topk(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
     """Each number of ranks; one element of each parameter, after each step; all elements; and changes that tie."""
-    kinds = [*((world, "Adam", rng.randrange(2, 4), rng.choice((0.125, 0.25))) for world in worlds),
-             (2, "momentum", 1, 1 / 64), (worlds[-1], "Adam", 2, 1.0), (2, SIGN, 2, 0.25)]
+    kinds = [
+        *((world, "Adam", rng.randrange(2, 4), rng.choice((0.125, 0.25))) for world in worlds),
+        (2, "momentum", 1, 1 / 64),
+        (worlds[-1], "Adam", 2, 1.0),
+        (2, SIGN, 2, 0.25),
+    ]
     cases = []
     for kind in kinds:
         case = Case(kind[0], topk_case(rng, *kind))
@@ -73,10 +82,10 @@ def observe_topk(function: Callable[..., Any], case: Case, rank: int) -> dict:
         engine = function(model, optimizer, **settings)
         weights = train(record, model, engine, rows[: case.inputs["saved"]])
         saved, (other_model, other_optimizer) = engine.state_dict(), copy.deepcopy((model, optimizer))
-        weights += train(record, model, engine, rows[case.inputs["saved"]:])
+        weights += train(record, model, engine, rows[case.inputs["saved"] :])
     engine = function(other_model, other_optimizer, **settings)
     engine.load_state_dict(saved)
-    resumed = train(Recorder(), other_model, engine, rows[case.inputs["saved"]:])
+    resumed = train(Recorder(), other_model, engine, rows[case.inputs["saved"] :])
     return {"weights": plain(torch.stack(weights)), "resumed": plain(torch.stack(resumed)), "events": record.events}
 
 
@@ -99,7 +108,7 @@ def trained(case: Case) -> tuple[list[np.ndarray], float]:
                 kept = ceil(inputs["density"] * len(waiting))
                 order = waiting.abs().argsort(descending=True, stable=True)
                 if kept < len(order):
-                    last, following = waiting.abs()[order[kept - 1:kept + 1]].tolist()
+                    last, following = waiting.abs()[order[kept - 1 : kept + 1]].tolist()
                     lead = min(lead, last - following if last else 1.0)
                 change.view(-1)[order[:kept]] += waiting[order[:kept]]
                 waiting[order[:kept]] = 0
@@ -129,8 +138,9 @@ def agreed_to_the_bit(case: Case, seen: Seen) -> Miss | None:
     """After each outer step."""
     every = case.inputs["every"]
     shape = trained(case)[0][0].shape
-    return same_bits("weights")(case, [{"weights": array(seen, rank, "weights", shape)[every - 1::every]}
-                                       for rank in range(case.world_size)])
+    return same_bits("weights")(
+        case, [{"weights": array(seen, rank, "weights", shape)[every - 1 :: every]} for rank in range(case.world_size)]
+    )
 
 
 def pairs_alone(case: Case, seen: Seen) -> Miss | None:
@@ -148,12 +158,24 @@ def pairs_alone(case: Case, seen: Seen) -> Miss | None:
 
 
 TOPK = Task(
-    name="less.topk", lesson=LESSON, function="SparseDiLoCo", title="Build it: DiLoCo that sends the largest changes",
-    difficulty=5, importance=4, minutes=60, draw=draw_topk, observe=observe_topk, own={"rows": entry},
+    name="less.topk",
+    lesson=LESSON,
+    function="SparseDiLoCo",
+    title="Build it: DiLoCo that sends the largest changes",
+    difficulty=5,
+    importance=4,
+    minutes=60,
+    draw=draw_topk,
+    observe=observe_topk,
+    own={"rows": entry},
     essential=("weights", "pairs alone travel"),
-    properties={"weights": Property(4, as_one_process("weights", ties=False)),
-                "ties": Property(1, as_one_process("weights", ties=True)),
-                "same bits": Property(1, agreed_to_the_bit), "pairs alone travel": Property(3, pairs_alone),
-                "resumes": Property(2, as_one_process("resumed", ties=False))})
+    properties={
+        "weights": Property(4, as_one_process("weights", ties=False)),
+        "ties": Property(1, as_one_process("weights", ties=True)),
+        "same bits": Property(1, agreed_to_the_bit),
+        "pairs alone travel": Property(3, pairs_alone),
+        "resumes": Property(2, as_one_process("resumed", ties=False)),
+    },
+)
 
 ALL = (TOPK,)

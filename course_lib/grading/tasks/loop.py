@@ -19,6 +19,7 @@ LESSON = "01_basic_loop"
 
 # --- loop.warmup ---
 
+
 def warmup_case(rng: random.Random, place: int) -> dict:
     """In every fourth case there is no warm-up."""
     warmup = 0 if place % 4 == 3 else rng.randrange(2, 8)
@@ -27,8 +28,11 @@ def warmup_case(rng: random.Random, place: int) -> dict:
 
 def observe_warmup(function: Callable[..., Any], case: Case, rank: int) -> dict:
     given = case.inputs
-    return {"rates": plain([float(function(step, given["peak"], given["warmup"], given["total"]))
-                            for step in range(given["total"])])}
+    return {
+        "rates": plain(
+            [float(function(step, given["peak"], given["warmup"], given["total"])) for step in range(given["total"])]
+        )
+    }
 
 
 def rates(rising: bool) -> Rule:
@@ -47,12 +51,22 @@ def rates(rising: bool) -> Rule:
 
 
 WARMUP = Task(
-    name="loop.warmup", lesson=LESSON, function="learning_rate", title="Warm up, then decay", difficulty=1,
-    importance=3, minutes=10, draw=in_turn(warmup_case), observe=observe_warmup, needs_ranks=False,
-    properties={"warm-up": Property(1, rates(True)), "decay": Property(1, rates(False))})
+    name="loop.warmup",
+    lesson=LESSON,
+    function="learning_rate",
+    title="Warm up, then decay",
+    difficulty=1,
+    importance=3,
+    minutes=10,
+    draw=in_turn(warmup_case),
+    observe=observe_warmup,
+    needs_ranks=False,
+    properties={"warm-up": Property(1, rates(True)), "decay": Property(1, rates(False))},
+)
 
 
 # --- loop.length_groups ---
+
 
 def lengths_case(rng: random.Random, place: int) -> dict:
     """In turn: any number of rows, full batches alone, fewer rows than fit into a batch, none."""
@@ -93,21 +107,39 @@ def least_padding(case: Case, seen: Seen) -> Miss | None:
     ordered = sorted(lengths, reverse=True)
     limit = sum(ordered[first] * len(ordered[first : first + size]) for first in range(0, len(ordered), size))
     rising = sorted(lengths)
-    limit = max(limit, sum(max(rising[first : first + size]) * len(rising[first : first + size])
-                           for first in range(0, len(rising), size)))
+    limit = max(
+        limit,
+        sum(
+            max(rising[first : first + size]) * len(rising[first : first + size])
+            for first in range(0, len(rising), size)
+        ),
+    )
     padded = sum(max(lengths[row] for row in batch) * len(batch) for batch in batches(seen) if batch)
     return None if padded <= limit else Miss(f"at most {limit} tokens, padding included", f"{padded}")
 
 
 LENGTH_GROUPS = Task(
-    name="loop.length_groups", lesson=LESSON, function="batches_by_length", title="Batches with little padding",
-    difficulty=2, importance=3, minutes=15, draw=in_turn(lengths_case), observe=observe_batches, needs_ranks=False,
+    name="loop.length_groups",
+    lesson=LESSON,
+    function="batches_by_length",
+    title="Batches with little padding",
+    difficulty=2,
+    importance=3,
+    minutes=15,
+    draw=in_turn(lengths_case),
+    observe=observe_batches,
+    needs_ranks=False,
     essential=("every row once", "padding"),
-    properties={"every row once": Property(1, every_row_once), "batch size": Property(1, fits),
-                "padding": Property(2, least_padding)})
+    properties={
+        "every row once": Property(1, every_row_once),
+        "batch size": Property(1, fits),
+        "padding": Property(2, least_padding),
+    },
+)
 
 
 # --- loop.token_weighted ---
+
 
 def tokens_case(rng: random.Random, place: int) -> dict:
     """In turn: tokens that count in each micro-batch, one of padding alone, one without a row."""
@@ -164,21 +196,38 @@ def a_number(case: Case, seen: Seen) -> Miss | None:
 
 
 TOKEN_WEIGHTED = Task(
-    name="loop.token_weighted", lesson=LESSON, function="accumulate_tokens",
-    title="Accumulation that weighs every token alike", difficulty=2, importance=5, minutes=20,
-    draw=in_turn(tokens_case), observe=observe_accumulation, needs_ranks=False,
+    name="loop.token_weighted",
+    lesson=LESSON,
+    function="accumulate_tokens",
+    title="Accumulation that weighs every token alike",
+    difficulty=2,
+    importance=5,
+    minutes=20,
+    draw=in_turn(tokens_case),
+    observe=observe_accumulation,
+    needs_ranks=False,
     essential=("gradient",),
-    properties={"gradient": Property(3, result("gradient", lambda case: [whole_batch(case)[0]])),
-                "loss": Property(1, a_number),
-                "one graph at a time": Property(2, one_at_a_time)})
+    properties={
+        "gradient": Property(3, result("gradient", lambda case: [whole_batch(case)[0]])),
+        "loss": Property(1, a_number),
+        "one graph at a time": Property(2, one_at_a_time),
+    },
+)
 
 
 # --- loop.adamw ---
 
+
 def adamw_case(rng: random.Random) -> dict:
     shapes = [(rng.randrange(1, 5), rng.randrange(1, 5)) for _ in range(rng.randrange(1, 4))]
-    return {"weights": [numbers(rng, *shape) for shape in shapes], "lr": 0.1, "betas": [0.9, 0.95], "eps": 0.1,
-            "weight_decay": 0.3, "gradients": [[numbers(rng, *shape) for shape in shapes] for _ in range(3)]}
+    return {
+        "weights": [numbers(rng, *shape) for shape in shapes],
+        "lr": 0.1,
+        "betas": [0.9, 0.95],
+        "eps": 0.1,
+        "weight_decay": 0.3,
+        "gradients": [[numbers(rng, *shape) for shape in shapes] for _ in range(3)],
+    }
 
 
 def observe_adamw(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -188,8 +237,16 @@ def observe_adamw(function: Callable[..., Any], case: Case, rank: int) -> dict:
     after = []
     for step, gradients in enumerate(given["gradients"], 1):
         for weight, gradient, state in zip(weights, gradients, states, strict=True):
-            function(weight, torch.from_numpy(gradient.copy()), state, step, given["lr"], tuple(given["betas"]),
-                     given["eps"], given["weight_decay"])
+            function(
+                weight,
+                torch.from_numpy(gradient.copy()),
+                state,
+                step,
+                given["lr"],
+                tuple(given["betas"]),
+                given["eps"],
+                given["weight_decay"],
+            )
         after.append(torch.cat([w.reshape(-1) for w in weights]))
     sizes = [sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) for state in states]
     return {"weights": plain(torch.stack(after)), "state elements": sizes}
@@ -222,12 +279,19 @@ def uncorrected(case: Case) -> list[np.ndarray]:
 
 def weights_are(case: Case, seen: Seen) -> Miss | None:
     unchanged, steps = flat(case.inputs["weights"]), len(case.inputs["gradients"])
-    return suspected(near(seen, "weights", by_torch(case), 1e-5, first_step=1), seen, "weights", {
-        "the weights are as they were: change `weight` itself, in place": lambda: [np.stack([unchanged] * steps)],
-        "these are Adam's weights: the decay is in the gradient, and not taken from the weight":
-            lambda: by_torch(case, torch.optim.Adam),
-        "these are the weights without weight decay": lambda: by_torch(case, weight_decay=0.0),
-        "these are the weights without bias correction": lambda: uncorrected(case)})
+    return suspected(
+        near(seen, "weights", by_torch(case), 1e-5, first_step=1),
+        seen,
+        "weights",
+        {
+            "the weights are as they were: change `weight` itself, in place": lambda: [np.stack([unchanged] * steps)],
+            "these are Adam's weights: the decay is in the gradient, and not taken from the weight": lambda: by_torch(
+                case, torch.optim.Adam
+            ),
+            "these are the weights without weight decay": lambda: by_torch(case, weight_decay=0.0),
+            "these are the weights without bias correction": lambda: uncorrected(case),
+        },
+    )
 
 
 def two_states(case: Case, seen: Seen) -> Miss | None:
@@ -237,10 +301,18 @@ def two_states(case: Case, seen: Seen) -> Miss | None:
 
 
 ADAMW = Task(
-    name="loop.adamw", lesson=LESSON, function="adamw_step", title="AdamW, and what it remembers", difficulty=3,
-    importance=3, minutes=25, draw=alone(adamw_case), observe=observe_adamw, needs_ranks=False,
+    name="loop.adamw",
+    lesson=LESSON,
+    function="adamw_step",
+    title="AdamW, and what it remembers",
+    difficulty=3,
+    importance=3,
+    minutes=25,
+    draw=alone(adamw_case),
+    observe=observe_adamw,
+    needs_ranks=False,
     essential=("weights",),
-    properties={"weights": Property(3, weights_are),
-                "two states per weight": Property(1, two_states)})
+    properties={"weights": Property(3, weights_are), "two states per weight": Property(1, two_states)},
+)
 
 ALL = (WARMUP, LENGTH_GROUPS, TOKEN_WEIGHTED, ADAMW)

@@ -73,6 +73,7 @@ def flat(parameters: list[nn.Parameter]) -> np.ndarray:
 
 # --- lora.dpo ---
 
+
 def sequences(rng: random.Random, pairs: int, words: int, prompts: list[np.ndarray]) -> list[np.ndarray]:
     """ids and labels of pairs of a prompt and an answer, as long as the longest; others end in padding of token 0."""
     answers = [whole(rng, 0, words, rng.randrange(1, 6)) for _ in range(pairs)]
@@ -81,7 +82,7 @@ def sequences(rng: random.Random, pairs: int, words: int, prompts: list[np.ndarr
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         end = len(prompt) + len(answer)
         ids[row, :end] = np.concatenate([prompt, answer])
-        labels[row, len(prompt):end] = answer
+        labels[row, len(prompt) : end] = answer
     return [ids, labels]
 
 
@@ -95,11 +96,15 @@ def dpo_case(rng: random.Random, place: int) -> dict:
         chosen, rejected = (sequences(rng, pairs, words, prompts) for _ in range(2))
         batches.append([chosen, rejected])
     zero = 0 if kind == START else 1
-    case = {"kind": kind, "beta": rng.choice((0.125, 0.25, 0.5)), "optimizer": rng.choice(("Adam", "momentum")),
-            "embedding": numbers(rng, words, width),
-            "hidden": [numbers(rng, width, width), numbers(rng, r, width), zero * numbers(rng, width, r)],
-            "head": [numbers(rng, words, width), numbers(rng, r, width), zero * numbers(rng, words, r)],
-            "batches": batches}
+    case = {
+        "kind": kind,
+        "beta": rng.choice((0.125, 0.25, 0.5)),
+        "optimizer": rng.choice(("Adam", "momentum")),
+        "embedding": numbers(rng, words, width),
+        "hidden": [numbers(rng, width, width), numbers(rng, r, width), zero * numbers(rng, width, r)],
+        "head": [numbers(rng, words, width), numbers(rng, r, width), zero * numbers(rng, words, r)],
+        "batches": batches,
+    }
     if kind == LARGE:
         case["optimizer"] = "Adam"
         margins = by_hand(Case(1, case))["margins"][0] / case["beta"]
@@ -117,8 +122,9 @@ def observe_dpo(function: Callable[..., Any], case: Case, rank: int) -> dict:
     passes: list[list] = []
 
     def note(module: nn.Module, given: tuple) -> None:
-        passes.append([len(losses), list(given[0].shape), getattr(module, "on", None), torch.is_grad_enabled(),
-                       module is model])
+        passes.append(
+            [len(losses), list(given[0].shape), getattr(module, "on", None), torch.is_grad_enabled(), module is model]
+        )
 
     model.register_forward_pre_hook(note)
     losses, margins, weights, before = [], [], [], flat(frozen)
@@ -129,12 +135,23 @@ def observe_dpo(function: Callable[..., Any], case: Case, rank: int) -> dict:
         margins.append(plain(margin))
         weights.append(flat(learning(model)))
     moved = int((flat(frozen) != before).sum()) + sum(parameter.grad is not None for parameter in frozen)
-    return {"loss": np.stack(losses), "margins": np.stack(margins), "weights": np.stack(weights), "passes": passes,
-            "moved": moved, "trained": len(learning(model)), "on": model.on}
+    return {
+        "loss": np.stack(losses),
+        "margins": np.stack(margins),
+        "weights": np.stack(weights),
+        "passes": passes,
+        "moved": moved,
+        "trained": len(learning(model)),
+        "on": model.on,
+    }
 
 
-WRONG = {"a mean over the answer's tokens, not a sum?": "mean", "the tokens' scores not shifted by one?": "unshifted",
-         "padding counted?": "all", "beta forgotten, or in another place?": "beta"}
+WRONG = {
+    "a mean over the answer's tokens, not a sum?": "mean",
+    "the tokens' scores not shifted by one?": "unshifted",
+    "padding counted?": "all",
+    "beta forgotten, or in another place?": "beta",
+}
 
 
 def answer_scores(model: Adapted, ids: Tensor, labels: Tensor, *, how: str) -> Tensor:
@@ -157,8 +174,9 @@ def by_hand(case: Case, how: str = "") -> dict[str, np.ndarray]:
         sides = [[torch.from_numpy(values.copy()) for values in side] for side in batch]
         with torch.no_grad(), model.disable_adapter():
             reference = [answer_scores(model, *side, how=how) for side in sides]
-        chosen, rejected = (answer_scores(model, *side, how=how) - base
-                            for side, base in zip(sides, reference, strict=True))
+        chosen, rejected = (
+            answer_scores(model, *side, how=how) - base for side, base in zip(sides, reference, strict=True)
+        )
         margin = beta * (chosen - rejected)
         loss = F.softplus(-margin).mean()
         optimizer.zero_grad()
@@ -178,8 +196,10 @@ def exact(key: str, *kinds: str) -> Rule:
         array(seen, 0, key, right.shape)
         if case.inputs["kind"] not in kinds:
             return None
-        wrong = {f"{note} These numbers come about so": lambda how=how: [by_hand(case, how)[key]]
-                 for note, how in WRONG.items()}
+        wrong = {
+            f"{note} These numbers come about so": lambda how=how: [by_hand(case, how)[key]]
+            for note, how in WRONG.items()
+        }
         return suspected(near(seen, key, [right], first_step=1), seen, key, wrong)
 
     return rule
@@ -218,18 +238,33 @@ def one_model(case: Case, seen: Seen) -> Miss | None:
                 return Miss("a graph where the adapters are on, and only there", said, step=step + 1)
             rows[is_on] += shape[0] if type(shape[0]) is int else 0
         if rows != {True: 2 * pairs, False: 2 * pairs}:
-            return Miss(f"{2 * pairs} rows with adapters and {2 * pairs} without",
-                        f"{rows[True]} with and {rows[False]} without", step=step + 1)
+            return Miss(
+                f"{2 * pairs} rows with adapters and {2 * pairs} without",
+                f"{rows[True]} with and {rows[False]} without",
+                step=step + 1,
+            )
     return None
 
 
 DPO = Task(
-    name="lora.dpo", lesson=LESSON, function="dpo_step", title="Prefer one answer to another", difficulty=4,
-    importance=4, minutes=40, draw=in_turn(dpo_case, 4), observe=observe_dpo, needs_ranks=False,
+    name="lora.dpo",
+    lesson=LESSON,
+    function="dpo_step",
+    title="Prefer one answer to another",
+    difficulty=4,
+    importance=4,
+    minutes=40,
+    draw=in_turn(dpo_case, 4),
+    observe=observe_dpo,
+    needs_ranks=False,
     essential=("loss", "adapters move", "one model"),
-    properties={"loss": Property(2, exact("loss", USUAL, START)),
-                "margins": Property(1, exact("margins", USUAL, START)),
-                "adapters move": Property(3, adapters_move), "large margins": Property(1, large_margins),
-                "one model": Property(2, one_model)})
+    properties={
+        "loss": Property(2, exact("loss", USUAL, START)),
+        "margins": Property(1, exact("margins", USUAL, START)),
+        "adapters move": Property(3, adapters_move),
+        "large margins": Property(1, large_margins),
+        "one model": Property(2, one_model),
+    },
+)
 
 ALL = (DPO,)

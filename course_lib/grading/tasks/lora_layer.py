@@ -26,6 +26,7 @@ def reals(rng: random.Random, *shape: int) -> np.ndarray:
 
 # --- lora.layer ---
 
+
 def layer_case(rng: random.Random, place: int) -> dict:
     """In turn: a base in fp32 with a bias, one in bf16 without, and dropout, of which A and B show each number.
 
@@ -37,14 +38,25 @@ def layer_case(rng: random.Random, place: int) -> dict:
     if kind == DROPPED:
         r = inputs = outputs = 8
     case: dict[str, Any] = {
-        "kind": kind, "dtype": BF16 if kind == BF16 else FP32, "r": r, "alpha": r * rng.choice((0.25, 0.5, 2, 4)),
-        "dropout": rng.choice((0.25, 0.5)) if kind == DROPPED else 0.0, "seed": rng.randrange(2**31),
-        "weight": reals(rng, outputs, inputs), "bias": None if kind == BF16 else numbers(rng, outputs),
-        "A": numbers(rng, r, inputs), "B": numbers(rng, outputs, r), "x": numbers(rng, 2, tokens, inputs),
-        "gradient": numbers(rng, 2, tokens, outputs)}
+        "kind": kind,
+        "dtype": BF16 if kind == BF16 else FP32,
+        "r": r,
+        "alpha": r * rng.choice((0.25, 0.5, 2, 4)),
+        "dropout": rng.choice((0.25, 0.5)) if kind == DROPPED else 0.0,
+        "seed": rng.randrange(2**31),
+        "weight": reals(rng, outputs, inputs),
+        "bias": None if kind == BF16 else numbers(rng, outputs),
+        "A": numbers(rng, r, inputs),
+        "B": numbers(rng, outputs, r),
+        "x": numbers(rng, 2, tokens, inputs),
+        "gradient": numbers(rng, 2, tokens, outputs),
+    }
     if kind == DROPPED:
-        case |= {"A": np.triu(np.ones((r, r), np.float32)), "B": np.tril(np.ones((r, r), np.float32)),
-                 "x": np.abs(case["x"]) + np.float32(0.5)}
+        case |= {
+            "A": np.triu(np.ones((r, r), np.float32)),
+            "B": np.tril(np.ones((r, r), np.float32)),
+            "x": np.abs(case["x"]) + np.float32(0.5),
+        }
     return case
 
 
@@ -69,8 +81,12 @@ def observe_layer(function: Callable[..., Any], case: Case, rank: int) -> dict:
     seen = {"bare": plain(base(x)), "whole": plain(base.weight)}
     torch.manual_seed(case.inputs["seed"])
     layer = function(base, *(case.inputs[name] for name in ("r", "alpha", "dropout")))
-    seen |= {"drawn": plain(layer.A), "zeros": plain(layer.B), "start": plain(layer(x)),
-             "trained": sorted(f"{list(p.shape)} {dtype_of(p)}" for p in layer.parameters() if p.requires_grad)}
+    seen |= {
+        "drawn": plain(layer.A),
+        "zeros": plain(layer.B),
+        "start": plain(layer(x)),
+        "trained": sorted(f"{list(p.shape)} {dtype_of(p)}" for p in layer.parameters() if p.requires_grad),
+    }
     with torch.no_grad():
         for name in "AB":
             getattr(layer, name).copy_(torch.from_numpy(case.inputs[name].copy()))
@@ -84,9 +100,14 @@ def observe_layer(function: Callable[..., Any], case: Case, rank: int) -> dict:
         seen |= {"held": work.held_beside(output), "forward": work.flops}
         output.backward(tensor(case, "gradient"))
         seen |= {"flops": work.flops, "largest": work.largest}
-    seen |= {"output": plain(output), "dtype of output": dtype_of(output), "of_x": plain(x.grad),
-             "of_A": plain(layer.A.grad), "of_B": plain(layer.B.grad),
-             "of_base": sum(p.grad is not None for p in base.parameters())}
+    seen |= {
+        "output": plain(output),
+        "dtype of output": dtype_of(output),
+        "of_x": plain(x.grad),
+        "of_A": plain(layer.A.grad),
+        "of_B": plain(layer.B.grad),
+        "of_base": sum(p.grad is not None for p in base.parameters()),
+    }
     weight, place = base.weight, base.weight.data_ptr()
 
     def written() -> Any:
@@ -116,8 +137,10 @@ def begins_at_the_base(case: Case, seen: Seen) -> Miss | None:
     bound = inputs**-0.5
     drawn, zeros = array(seen, 0, "drawn", (r, inputs)), array(seen, 0, "zeros", (outputs, r))
     if zeros.any() or not bound / 2 < np.abs(drawn).max() <= bound or len(np.unique(drawn)) < drawn.size / 2:
-        return Miss(f"B of zeros, and A between -{bound:.3f} and {bound:.3f}",
-                    f"B up to {np.abs(zeros).max():.3g}, and A from {drawn.min():.3g} to {drawn.max():.3g}")
+        return Miss(
+            f"B of zeros, and A between -{bound:.3f} and {bound:.3f}",
+            f"B up to {np.abs(zeros).max():.3g}, and A from {drawn.min():.3g} to {drawn.max():.3g}",
+        )
     return same_numbers("start", array(seen, 0, "bare", case.inputs["gradient"].shape), seen)
 
 
@@ -132,14 +155,20 @@ def same_numbers(key: str, right: np.ndarray, seen: Seen) -> Miss | None:
 
 def exactly(case: Case) -> dict[str, np.ndarray]:
     """Output and gradients, in float64, of the weight as its dtype has it."""
-    weight, x, gradient = (values.detach().double().numpy() for values in (
-        base_of(case).weight, tensor(case, "x"), tensor(case, "gradient")))
+    weight, x, gradient = (
+        values.detach().double().numpy()
+        for values in (base_of(case).weight, tensor(case, "x"), tensor(case, "gradient"))
+    )
     a, b = (case.inputs[name].astype(np.float64) for name in "AB")
     scaling = case.inputs["alpha"] / case.inputs["r"]
     bias = 0 if case.inputs["bias"] is None else case.inputs["bias"].astype(np.float64)
     rows, behind = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-    return {"output": x @ (weight + scaling * b @ a).T + bias, "of_x": gradient @ (weight + scaling * b @ a),
-            "of_A": scaling * (behind @ b).T @ rows, "of_B": scaling * behind.T @ (rows @ a.T)}
+    return {
+        "output": x @ (weight + scaling * b @ a).T + bias,
+        "of_x": gradient @ (weight + scaling * b @ a),
+        "of_A": scaling * (behind @ b).T @ rows,
+        "of_B": scaling * behind.T @ (rows @ a.T),
+    }
 
 
 def output(case: Case, seen: Seen) -> Miss | None:
@@ -172,14 +201,20 @@ def never_the_product(case: Case, seen: Seen) -> Miss | None:
     tokens = case.inputs["x"].size // inputs
     thin, base = 2 * tokens * r * (inputs + outputs), 2 * tokens * inputs * outputs
     kept = 4 * tokens * (inputs + 2 * r)
-    limits = {"forward": (thin + base, "FLOPs in the forward"), "flops": (3 * thin + 2 * base, "FLOPs in a step"),
-              "held": (kept, "bytes kept for the backward"),
-              "largest": (max(tokens, r) * max(inputs, outputs), "elements in a tensor")}
+    limits = {
+        "forward": (thin + base, "FLOPs in the forward"),
+        "flops": (3 * thin + 2 * base, "FLOPs in a step"),
+        "held": (kept, "bytes kept for the backward"),
+        "largest": (max(tokens, r) * max(inputs, outputs), "elements in a tensor"),
+    }
     for key, (most, what) in limits.items():
         actual = number(seen, 0, key)
         if case.inputs["kind"] != DROPPED and not 0 < actual <= most:
-            return Miss(f"{most} {what} at most", f"{actual:g}",
-                        note=f"the weight and B A have {outputs * inputs} elements, and x has {tokens} rows")
+            return Miss(
+                f"{most} {what} at most",
+                f"{actual:g}",
+                note=f"the weight and B A have {outputs * inputs} elements, and x has {tokens} rows",
+            )
     return None
 
 
@@ -196,8 +231,10 @@ def dropout(case: Case, seen: Seen) -> Miss | None:
     left_out, scaled = np.abs(passed) < 1e-3, np.abs(passed - x / (1 - share)) < 1e-3
     if (left_out | scaled).all() and left_out.any() and scaled.any():
         return None
-    return Miss(f"in training A gets each number of x as 0 or {1 / (1 - share):.3g} times",
-                f"{left_out.sum()} of {x.size} as 0, {scaled.sum()} times {1 / (1 - share):.3g}")
+    return Miss(
+        f"in training A gets each number of x as 0 or {1 / (1 - share):.3g} times",
+        f"{left_out.sum()} of {x.size} as 0, {scaled.sum()} times {1 / (1 - share):.3g}",
+    )
 
 
 def merged(case: Case, seen: Seen) -> Miss | None:
@@ -216,8 +253,11 @@ def merged(case: Case, seen: Seen) -> Miss | None:
         off = ~(np.abs(actual - right) <= last_bit / 2 + 2.0**-22 * (np.abs(weight) + np.abs(added)))
         if off.any():
             place = tuple(map(int, np.argwhere(off)[0]))
-            return Miss(f"{key}{list(place)} = {right[place]:.7g}, rounded once", f"{actual[place]:.7g}",
-                        note=ratio(actual, right, 1))
+            return Miss(
+                f"{key}{list(place)} = {right[place]:.7g}, rounded once",
+                f"{actual[place]:.7g}",
+                note=ratio(actual, right, 1),
+            )
     if miss := near(seen, "merged_output", [exactly(case)["output"]], EXACT[case.inputs["dtype"]]):
         return miss
     least, flops = 2 * tokens * weight.size, number(seen, 0, "merged_flops")
@@ -234,12 +274,27 @@ def unmerged(case: Case, seen: Seen) -> Miss | None:
 
 
 LAYER = Task(
-    name="lora.layer", lesson=LESSON, function="LoraLinear", title="Two thin matrices beside a frozen one",
-    difficulty=3, importance=5, minutes=35, draw=in_turn(layer_case, 6), observe=observe_layer, needs_ranks=False,
+    name="lora.layer",
+    lesson=LESSON,
+    function="LoraLinear",
+    title="Two thin matrices beside a frozen one",
+    difficulty=3,
+    importance=5,
+    minutes=35,
+    draw=in_turn(layer_case, 6),
+    observe=observe_layer,
+    needs_ranks=False,
     essential=("output", "never B A", "merged"),
-    properties={"begins at the base": Property(1, begins_at_the_base), "output": Property(2, output),
-                "gradients": Property(1, gradients), "base is frozen": Property(1, frozen),
-                "never B A": Property(2, never_the_product), "dropout": Property(1, dropout),
-                "merged": Property(2, merged), "unmerged": Property(1, unmerged)})
+    properties={
+        "begins at the base": Property(1, begins_at_the_base),
+        "output": Property(2, output),
+        "gradients": Property(1, gradients),
+        "base is frozen": Property(1, frozen),
+        "never B A": Property(2, never_the_product),
+        "dropout": Property(1, dropout),
+        "merged": Property(2, merged),
+        "unmerged": Property(1, unmerged),
+    },
+)
 
 ALL = (LAYER,)

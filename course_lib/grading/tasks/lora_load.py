@@ -24,6 +24,7 @@ SIZES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 # --- lora.sharded_load ---
 
+
 def load_case(rng: random.Random, world: int, kind: str, files: int) -> dict:
     """Matrices, tensors of three dimensions, norms and a number, of several dtypes; the layers' files take turns."""
     tensors: dict[str, np.ndarray] = {}
@@ -119,8 +120,14 @@ def write_model(case: Case, folder: Path) -> None:
     count, places = case.inputs["files"], case.inputs["places"]
     files = [f"model-{place + 1:05}-of-{count:05}.safetensors" for place in range(count)] if count > 1 else [SINGLE]
     for place, file in enumerate(files):
-        save_file({name: torch.from_numpy(values.copy()).to(getattr(torch, case.inputs["dtypes"][name]))
-                   for name, values in case.inputs["tensors"].items() if places[name] == place}, folder / file)
+        save_file(
+            {
+                name: torch.from_numpy(values.copy()).to(getattr(torch, case.inputs["dtypes"][name]))
+                for name, values in case.inputs["tensors"].items()
+                if places[name] == place
+            },
+            folder / file,
+        )
     if count > 1:
         where = {name: files[place] for name, place in places.items()}
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
@@ -132,8 +139,13 @@ def observe_load(function: Callable[..., Any], case: Case, rank: int) -> dict:
         files = Files()
         with Recorder() as record:
             pieces = function(Path(folder), files)
-        seen = {"names": sorted(pieces), "dtypes": {name: dtype_of(piece) for name, piece in pieces.items()},
-                "opened": files.opened, "read": files.read, "events": record.events}
+        seen = {
+            "names": sorted(pieces),
+            "dtypes": {name: dtype_of(piece) for name, piece in pieces.items()},
+            "opened": files.opened,
+            "read": files.read,
+            "events": record.events,
+        }
         return seen | {f"piece {name}": plain(piece) for name, piece in pieces.items()}
 
 
@@ -143,7 +155,7 @@ def piece_of(case: Case, name: str, rank: int) -> np.ndarray:
     if whole.ndim < 2:
         return whole
     per_rank = -(-len(whole) // case.world_size)
-    return whole[rank * per_rank:(rank + 1) * per_rank]
+    return whole[rank * per_rank : (rank + 1) * per_rank]
 
 
 def known(case: Case, seen: Seen, rank: int) -> dict[str, np.ndarray]:
@@ -177,8 +189,11 @@ def wrong_piece(case: Case, seen: Seen, few: bool) -> Miss | None:
                 continue
             actual = array(seen, rank, f"piece {name}", right.shape)
             if not np.array_equal(actual, right):
-                rows = [row for row in range(len(right)) if not np.array_equal(actual[row], right[row])
-                        ] if right.ndim else "all"
+                rows = (
+                    [row for row in range(len(right)) if not np.array_equal(actual[row], right[row])]
+                    if right.ndim
+                    else "all"
+                )
                 return Miss(f"{name}, {right.shape}, as in the file", f"other numbers in rows: {short(rows)}", rank)
     return None
 
@@ -221,10 +236,24 @@ def no_collective(case: Case, seen: Seen) -> Miss | None:
 
 
 LOAD = Task(
-    name="lora.sharded_load", lesson=LESSON, function="load_rows", title="Read your own rows", difficulty=2,
-    importance=5, minutes=25, draw=draw_loads, observe=observe_load, essential=("pieces", "bytes read"),
-    properties={"pieces": Property(2, pieces), "fewer rows than ranks": Property(1, few_rows),
-                "dtypes": Property(1, same_dtypes), "bytes read": Property(3, bytes_read),
-                "each file once": Property(1, each_file_once), "no collective": Property(1, no_collective)})
+    name="lora.sharded_load",
+    lesson=LESSON,
+    function="load_rows",
+    title="Read your own rows",
+    difficulty=2,
+    importance=5,
+    minutes=25,
+    draw=draw_loads,
+    observe=observe_load,
+    essential=("pieces", "bytes read"),
+    properties={
+        "pieces": Property(2, pieces),
+        "fewer rows than ranks": Property(1, few_rows),
+        "dtypes": Property(1, same_dtypes),
+        "bytes read": Property(3, bytes_read),
+        "each file once": Property(1, each_file_once),
+        "no collective": Property(1, no_collective),
+    },
+)
 
 ALL = (LOAD,)

@@ -17,13 +17,30 @@ from course_lib.grading.work import Work
 BLOCK = 64
 SLACK = 256
 """Bytes that an object may hold beside codes and scales: small tables."""
-NF4_LEVELS = (-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803,
-              0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
+NF4_LEVELS = (
+    -1.0,
+    -0.6961928,
+    -0.52507305,
+    -0.39491749,
+    -0.28444138,
+    -0.18477343,
+    -0.09105004,
+    0.0,
+    0.0795803,
+    0.1609302,
+    0.2461123,
+    0.33791524,
+    0.44070983,
+    0.562617,
+    0.72295684,
+    1.0,
+)
 """Dettmers et al. 2023, *QLoRA* (arXiv 2305.14314), appendix E."""
 USUAL, ON_LEVELS, SMALL = "usual", "on levels", "zeros and small blocks"
 
 
 # --- lora.nf4 ---
+
 
 def nf4_case(rng: random.Random, place: int) -> dict:
     """In turn: blocks of very different sizes, the last one short; weights on the levels; zeros and tiny blocks.
@@ -44,7 +61,7 @@ def nf4_case(rng: random.Random, place: int) -> dict:
     flat = reals(rng, count)
     starts = range(0, count, BLOCK)
     for number_, start in enumerate(starts):
-        block = flat[start:start + BLOCK]
+        block = flat[start : start + BLOCK]
         block *= np.float32(2.0 ** (2 * number_ - len(starts)))
         if kind == ON_LEVELS:
             block[:] = levels[np.random.default_rng(rng.randrange(2**32)).integers(0, 16, len(block))]
@@ -52,8 +69,12 @@ def nf4_case(rng: random.Random, place: int) -> dict:
             block *= np.float32(2.0 ** rng.randrange(-9, 3))
         if kind == SMALL and number_ % 3 < 2:
             block *= np.float32(2.0**-110 if number_ % 3 else 0)
-    return {"kind": kind, "levels": levels, "weight": flat.reshape(rows, columns),
-            "dtype": BF16 if kind == USUAL and place % 4 == 2 else FP32}
+    return {
+        "kind": kind,
+        "levels": levels,
+        "weight": flat.reshape(rows, columns),
+        "dtype": BF16 if kind == USUAL and place % 4 == 2 else FP32,
+    }
 
 
 def weight_of(case: Case) -> nn.Parameter:
@@ -69,9 +90,16 @@ def observe_nf4(function: Callable[..., Any], case: Case, rank: int) -> dict:
         packed = function(weight, levels)
         held = work.held
         unpacked = packed.dequantize()
-    seen = {"codes": plain(packed.codes), "dtype of codes": dtype_of(packed.codes), "scales": plain(packed.scales),
-            "dtype of scales": dtype_of(packed.scales), "held": held, "largest": work.largest,
-            "unpacked": plain(unpacked), "dtype of unpacked": dtype_of(unpacked)}
+    seen = {
+        "codes": plain(packed.codes),
+        "dtype of codes": dtype_of(packed.codes),
+        "scales": plain(packed.scales),
+        "dtype of scales": dtype_of(packed.scales),
+        "held": held,
+        "largest": work.largest,
+        "unpacked": plain(unpacked),
+        "dtype of unpacked": dtype_of(unpacked),
+    }
     packed.codes.bitwise_not_()
     packed.scales.mul_(2)
     return seen | {"again": plain(packed.dequantize())}
@@ -80,7 +108,7 @@ def observe_nf4(function: Callable[..., Any], case: Case, rank: int) -> dict:
 def scales_of(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """The weights in a row, fp64, and the largest magnitude of each one's block."""
     flat = weight_of(case).detach().double().numpy().reshape(-1)
-    largest = np.array([np.abs(flat[start:start + BLOCK]).max() for start in range(0, len(flat), BLOCK)])
+    largest = np.array([np.abs(flat[start : start + BLOCK]).max() for start in range(0, len(flat), BLOCK)])
     return flat, largest
 
 
@@ -109,16 +137,19 @@ def nearest(*kinds: str) -> Rule:
         codes, (flat, largest) = codes_of(case, seen), scales_of(case)
         if case.inputs["kind"] not in kinds:
             return None
-        levels, of_each = case.inputs["levels"].astype(np.float64), np.repeat(largest, BLOCK)[:len(flat)]
+        levels, of_each = case.inputs["levels"].astype(np.float64), np.repeat(largest, BLOCK)[: len(flat)]
         off = np.abs(levels[codes] * of_each - flat)
         least = np.abs(levels[:, None] * of_each - flat).min(0)
         wrong = off > least * (1 + 1e-5) + 1e-6 * of_each
         if not wrong.any():
             return None
         place = int(np.argmax(wrong))
-        return Miss(f"weight {place}, {flat[place] / of_each[place]:.4f} of its block's scale, as code "
-                    f"{np.abs(levels * of_each[place] - flat[place]).argmin()}", f"code {codes[place]}",
-                    note=f"{wrong.sum()} of {len(flat)} weights have another level than the nearest")
+        return Miss(
+            f"weight {place}, {flat[place] / of_each[place]:.4f} of its block's scale, as code "
+            f"{np.abs(levels * of_each[place] - flat[place]).argmin()}",
+            f"code {codes[place]}",
+            note=f"{wrong.sum()} of {len(flat)} weights have another level than the nearest",
+        )
 
     return rule
 
@@ -131,7 +162,7 @@ def comes_back(case: Case, seen: Seen) -> Miss | None:
     levels, codes = case.inputs["levels"].astype(np.float64), codes_of(case, seen)
     tolerance = 1e-2 if case.inputs["dtype"] == BF16 else 1e-5
     for key, read, factor in (("unpacked", codes, 1), ("again", 15 - codes, 2)):
-        of_each = np.repeat(array(seen, 0, "scales", scales_of(case)[1].shape), BLOCK)[:len(codes)]
+        of_each = np.repeat(array(seen, 0, "scales", scales_of(case)[1].shape), BLOCK)[: len(codes)]
         right = (levels[read] * of_each * factor).reshape(right.shape)
         actual = array(seen, 0, key, right.shape)
         off = ~(np.abs(actual - right) <= tolerance * np.abs(right))
@@ -160,8 +191,10 @@ def zeros_and_small(case: Case, seen: Seen) -> Miss | None:
     for block, scale in enumerate(scales_of(case)[1]):
         part = slice(block * BLOCK, (block + 1) * BLOCK)
         if scale == 0 and ((right[part] != 0).any() or levels[part].any()):
-            return Miss(f"block {block} as zeros, with the code of zero",
-                        f"numbers up to {np.abs(right[part]).max():.3g}, and levels up to {levels[part].max():.3g}")
+            return Miss(
+                f"block {block} as zeros, with the code of zero",
+                f"numbers up to {np.abs(right[part]).max():.3g}, and levels up to {levels[part].max():.3g}",
+            )
     return nearest(SMALL)(case, seen)
 
 
@@ -186,12 +219,26 @@ def no_table(case: Case, seen: Seen) -> Miss | None:
 
 
 NF4 = Task(
-    name="lora.nf4", lesson=LESSON, function="FourBits", title="A weight in 4 bits", difficulty=3, importance=4,
-    minutes=30, draw=in_turn(nf4_case, 4), observe=observe_nf4, needs_ranks=False,
+    name="lora.nf4",
+    lesson=LESSON,
+    function="FourBits",
+    title="A weight in 4 bits",
+    difficulty=3,
+    importance=4,
+    minutes=30,
+    draw=in_turn(nf4_case, 4),
+    observe=observe_nf4,
+    needs_ranks=False,
     essential=("nearest level", "comes back", "bytes"),
-    properties={"scales": Property(1, scales), "nearest level": Property(2, nearest(USUAL, ON_LEVELS)),
-                "comes back": Property(2, comes_back), "exact on levels": Property(1, exact_on_levels),
-                "zeros and small blocks": Property(1, zeros_and_small), "bytes": Property(2, in_bytes),
-                "no table": Property(1, no_table)})
+    properties={
+        "scales": Property(1, scales),
+        "nearest level": Property(2, nearest(USUAL, ON_LEVELS)),
+        "comes back": Property(2, comes_back),
+        "exact on levels": Property(1, exact_on_levels),
+        "zeros and small blocks": Property(1, zeros_and_small),
+        "bytes": Property(2, in_bytes),
+        "no table": Property(1, no_table),
+    },
+)
 
 ALL = (NF4,)

@@ -48,6 +48,7 @@ class Classifier(nn.Module):
 
 # --- lora.sync ---
 
+
 def sync_case(rng: random.Random, world: int, optimizer: str, max_norm: float) -> dict:
     """Rows of which rank r's pass the first layer in step s where r + s is even; on one rank always."""
     width, r, labels = rng.randrange(4, 7), 2, rng.randrange(2, 4)
@@ -55,10 +56,17 @@ def sync_case(rng: random.Random, world: int, optimizer: str, max_norm: float) -
     for rank, steps in enumerate(rows):
         for step, batch in enumerate(steps):
             batch[0, 0] = (1 if (rank + step) % 2 == 0 or world == 1 else -1) * (abs(batch[0, 0]) + 0.5)
-    layers = {name: [numbers(rng, width, width), numbers(rng, r, width), numbers(rng, width, r)]
-              for name in ("first", "second")}
-    return layers | {"optimizer": optimizer, "max_norm": max_norm, "norm": numbers(rng, width),
-                     "head": numbers(rng, labels, width), "rows": rows}
+    layers = {
+        name: [numbers(rng, width, width), numbers(rng, r, width), numbers(rng, width, r)]
+        for name in ("first", "second")
+    }
+    return layers | {
+        "optimizer": optimizer,
+        "max_norm": max_norm,
+        "norm": numbers(rng, width),
+        "head": numbers(rng, labels, width),
+        "rows": rows,
+    }
 
 
 def draw_syncs(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
@@ -96,12 +104,19 @@ def observe_sync(function: Callable[..., Any], case: Case, rank: int) -> dict:
                 trainer.save(path)
         written = sorted(str(file.relative_to(folder)) for file in Path(folder).rglob("*"))
         saved = {name: plain(value) for name, value in load_file(path).items()} if path.is_file() else {}
-    return {"start": start, "weights": np.stack(weights), "loaded": loaded, "norms": np.array(norms),
-            "events": record.events, "files": written, "saved names": sorted(saved),
-            **{f"saved {name}": value for name, value in saved.items()},
-            "moved": float(np.abs(unmoved(model) - before).max()),
-            "frozen gradients": sum(p.grad is not None for p in model.parameters() if not p.requires_grad),
-            "seen": float(model.seen)}
+    return {
+        "start": start,
+        "weights": np.stack(weights),
+        "loaded": loaded,
+        "norms": np.array(norms),
+        "events": record.events,
+        "files": written,
+        "saved names": sorted(saved),
+        **{f"saved {name}": value for name, value in saved.items()},
+        "moved": float(np.abs(unmoved(model) - before).max()),
+        "frozen gradients": sum(p.grad is not None for p in model.parameters() if not p.requires_grad),
+        "seen": float(model.seen),
+    }
 
 
 def as_one(case: Case) -> dict[str, Any]:
@@ -129,8 +144,12 @@ def as_one(case: Case) -> dict[str, Any]:
         weights.append(flat(parameters))
         if step == SAVED - 1:
             saved = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-    return {"start": start, "weights": np.stack(weights), "norms": np.array(norms),
-            "saved": {name: tuple(value.shape) for name, value in saved.items()}}
+    return {
+        "start": start,
+        "weights": np.stack(weights),
+        "norms": np.array(norms),
+        "saved": {name: tuple(value.shape) for name, value in saved.items()},
+    }
 
 
 def exact(key: str, first_step: int | None = None) -> Rule:
@@ -161,12 +180,18 @@ def adapters_alone(case: Case, seen: Seen) -> Miss | None:
         if not isinstance(begun, list) or "step" not in begun:
             raise Malformed(Miss("events of steps", short(begun), rank))
         at = begun.index("step")
-        for name, made, due in zip(["the start", *names], [
-                [event for event in begun[:at] if event != "wait"],
-                *by_step([{"events": begun[at:]}], 0, len(names))], [sent, *right], strict=True):
+        for name, made, due in zip(
+            ["the start", *names],
+            [[event for event in begun[:at] if event != "wait"], *by_step([{"events": begun[at:]}], 0, len(names))],
+            [sent, *right],
+            strict=True,
+        ):
             if made != due:
-                return Miss(f"{', '.join(due) or 'no collective'} in {name}", short(", ".join(map(str, made)) or
-                                                                                    "no collective"), rank)
+                return Miss(
+                    f"{', '.join(due) or 'no collective'} in {name}",
+                    short(", ".join(map(str, made)) or "no collective"),
+                    rank,
+                )
     return None
 
 
@@ -192,12 +217,26 @@ def loaded(case: Case, seen: Seen) -> Miss | None:
 
 
 SYNC = Task(
-    name="lora.sync", lesson=LESSON, function="AdapterParallel", title="Build it: adapters alone travel",
-    difficulty=4, importance=5, minutes=50, draw=draw_syncs, observe=observe_sync, own={"rows": entry},
+    name="lora.sync",
+    lesson=LESSON,
+    function="AdapterParallel",
+    title="Build it: adapters alone travel",
+    difficulty=4,
+    importance=5,
+    minutes=50,
+    draw=draw_syncs,
+    observe=observe_sync,
+    own={"rows": entry},
     essential=("weights", "adapters alone travel"),
-    properties={"start": Property(1, exact("start")), "weights": Property(3, trained_weights),
-                "same bits": Property(1, same_bits("weights")), "norm": Property(1, exact("norms", 1)),
-                "adapters alone travel": Property(3, adapters_alone), "file": Property(2, file_of_adapters),
-                "loaded": Property(1, loaded)})
+    properties={
+        "start": Property(1, exact("start")),
+        "weights": Property(3, trained_weights),
+        "same bits": Property(1, same_bits("weights")),
+        "norm": Property(1, exact("norms", 1)),
+        "adapters alone travel": Property(3, adapters_alone),
+        "file": Property(2, file_of_adapters),
+        "loaded": Property(1, loaded),
+    },
+)
 
 ALL = (SYNC,)

@@ -30,8 +30,11 @@ def metric_case(rng: random.Random, world: int, total: int, is_labelled: bool = 
     """
     classes = rng.randrange(3, 6)
     places = [[(rank + world * i) % total for i in range(-(-total // world))] for rank in range(world)]
-    given: dict[str, Any] = {"predictions": [[] for _ in range(world)], "labels": [[] for _ in range(world)],
-                             "losses": [[] for _ in range(world)]}
+    given: dict[str, Any] = {
+        "predictions": [[] for _ in range(world)],
+        "labels": [[] for _ in range(world)],
+        "losses": [[] for _ in range(world)],
+    }
     for epoch in range(2):
         absent = rng.randrange(classes)
         present = np.array([label for label in range(classes) if label != absent])
@@ -49,11 +52,22 @@ def metric_case(rng: random.Random, world: int, total: int, is_labelled: bool = 
 
 def draw_metrics(rng: random.Random, worlds: Sequence[int] | None = None) -> list[Case]:
     """The public numbers of rows, or for each number of ranks some of each kind; and rows of which none has a label."""
-    totals = TOTALS if worlds is None else {world: (rng.choice((1, world - 1)), rng.randrange(2, 5) * world,
-                                                    rng.randrange(3, 6) * world + rng.randrange(1, world))
-                                            for world in worlds}
-    return [*(Case(world, metric_case(rng, world, total)) for world, mine in totals.items() for total in mine),
-            Case(2, metric_case(rng, 2, 3, is_labelled=False))]
+    totals = (
+        TOTALS
+        if worlds is None
+        else {
+            world: (
+                rng.choice((1, world - 1)),
+                rng.randrange(2, 5) * world,
+                rng.randrange(3, 6) * world + rng.randrange(1, world),
+            )
+            for world in worlds
+        }
+    )
+    return [
+        *(Case(world, metric_case(rng, world, total)) for world, mine in totals.items() for total in mine),
+        Case(2, metric_case(rng, 2, 3, is_labelled=False)),
+    ]
 
 
 def key(name: str, call: int) -> str:
@@ -86,8 +100,9 @@ def observe_metric(function: Callable[..., Any], case: Case, rank: int) -> dict:
             for number, start in enumerate(range(0, length, given["batch"])):
                 if epoch == 0 and number == 1:
                     compute()
-                metric.update(*(torch.from_numpy(column[epoch][start:start + given["batch"]].copy())
-                                for column in columns))
+                metric.update(
+                    *(torch.from_numpy(column[epoch][start : start + given["batch"]].copy()) for column in columns)
+                )
             if epoch == 0 and length <= given["batch"]:
                 compute()
             compute()
@@ -109,9 +124,12 @@ def counted(case: Case, call: int) -> dict[str, Any]:
     confusion = np.zeros((given["classes"], given["classes"]))
     np.add.at(confusion, (labels, predictions), 1)
     hits, named = confusion.diagonal(), confusion.sum(0) + confusion.sum(1)
-    return {"confusion": confusion, "accuracy": hits.sum() / max(len(labels), 1),
-            "macro_f1": float(np.mean(2 * hits / np.maximum(named, 1))),
-            "loss": float(losses.sum()) / max(len(labels), 1)}
+    return {
+        "confusion": confusion,
+        "accuracy": hits.sum() / max(len(labels), 1),
+        "macro_f1": float(np.mean(2 * hits / np.maximum(named, 1))),
+        "loss": float(losses.sum()) / max(len(labels), 1),
+    }
 
 
 def scores_are(names: Sequence[str], calls: Sequence[int]) -> Rule:
@@ -141,8 +159,11 @@ def one_collective(case: Case, seen: Seen) -> Miss | None:
             return Miss("collectives in compute() alone", short(", ".join(happened)), rank)
         most = max((int(event.split()[1]) for event in made), default=0)
         if not (len(made) == 4 or (case.world_size == 1 and not made)) or most > limit:
-            return Miss(f"in each of 4 calls of compute() a collective of at most {limit} bytes",
-                        short(", ".join(made) or "none"), rank)
+            return Miss(
+                f"in each of 4 calls of compute() a collective of at most {limit} bytes",
+                short(", ".join(made) or "none"),
+                rank,
+            )
     return None
 
 
@@ -151,19 +172,32 @@ def types_are(case: Case, seen: Seen) -> Miss | None:
     for rank in range(case.world_size):
         for call in (MIDDLE, END, AGAIN, NEXT):
             if (kinds := items(seen, rank, f"types {call}", str)) != right:
-                return Miss(f"accuracy, macro_f1, loss and confusion as {', '.join(right)}", short(", ".join(kinds)),
-                            rank)
+                return Miss(
+                    f"accuracy, macro_f1, loss and confusion as {', '.join(right)}", short(", ".join(kinds)), rank
+                )
     return None
 
 
 METRIC = Task(
-    name="evaluation.metric", lesson=LESSON, function="Metric", title="Build it: a metric of all ranks",
-    difficulty=4, importance=5, minutes=45, draw=draw_metrics, observe=observe_metric,
-    own={"predictions": entry, "labels": entry, "losses": entry}, essential=("counts", "scores"),
-    properties={"counts": Property(3, scores_are(("confusion",), (END,))),
-                "scores": Property(3, scores_are(SCORES, (END,))),
-                "goes on": Property(2, scores_are(("confusion", *SCORES), (MIDDLE, AGAIN))),
-                "next epoch": Property(1, scores_are(("confusion", *SCORES), (NEXT,))),
-                "one collective": Property(2, one_collective), "types": Property(1, types_are)})
+    name="evaluation.metric",
+    lesson=LESSON,
+    function="Metric",
+    title="Build it: a metric of all ranks",
+    difficulty=4,
+    importance=5,
+    minutes=45,
+    draw=draw_metrics,
+    observe=observe_metric,
+    own={"predictions": entry, "labels": entry, "losses": entry},
+    essential=("counts", "scores"),
+    properties={
+        "counts": Property(3, scores_are(("confusion",), (END,))),
+        "scores": Property(3, scores_are(SCORES, (END,))),
+        "goes on": Property(2, scores_are(("confusion", *SCORES), (MIDDLE, AGAIN))),
+        "next epoch": Property(1, scores_are(("confusion", *SCORES), (NEXT,))),
+        "one collective": Property(2, one_collective),
+        "types": Property(1, types_are),
+    },
+)
 
 ALL = (METRIC,)

@@ -90,8 +90,13 @@ def odd_case(rng: random.Random, world: int, multiple: int = 1) -> dict:
     weights = [numbers(rng, width, before), *square, numbers(rng, after, width)]
     tied = [1, len(square)]
     weights[tied[1]] = weights[tied[0]]
-    return {"weights": weights, "tied": tied, "frozen": rng.choice((0, 2)), UNUSED: numbers(rng, 3),
-            "rows": rows_of_steps(rng, world, before)}
+    return {
+        "weights": weights,
+        "tied": tied,
+        "frozen": rng.choice((0, 2)),
+        UNUSED: numbers(rng, 3),
+        "rows": rows_of_steps(rng, world, before),
+    }
 
 
 def draw_models(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
@@ -105,8 +110,9 @@ def flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 def gradients_of(model: nn.Module) -> Tensor:
     """The gradients of what is trained, one behind the other; zeros where there is none."""
-    return torch.cat([torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1)
-                      for p in trained(model)])
+    return torch.cat(
+        [torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1) for p in trained(model)]
+    )
 
 
 def backwards(model: nn.Module, rows: Sequence[np.ndarray]) -> Iterator[int]:

@@ -16,6 +16,7 @@ LESSON = "16_gradient_audit"
 
 # --- museum.entry ---
 
+
 class _Hands(torch.autograd.Function):
     """A number whose backward hands on a gradient. (`backward(gradient)` imports sympy first, which takes seconds.)"""
 
@@ -37,8 +38,9 @@ def entry_case(rng: random.Random, world: int) -> dict:
 def observe_entry(function: Callable[..., Any], case: Case, rank: int) -> dict:
     """Two backwards: one with a gradient that lies in memory as it is read, one with a transposed one."""
     seen: dict[str, Any] = {}
-    for name, arriving in zip(("plain", "transposed"), torch.from_numpy(case.inputs["arriving"][rank].copy()),
-                              strict=True):
+    for name, arriving in zip(
+        ("plain", "transposed"), torch.from_numpy(case.inputs["arriving"][rank].copy()), strict=True
+    ):
         if name == "transposed":
             arriving = arriving.mT.contiguous().mT
         x, before = torch.from_numpy(case.inputs["x"].copy()).requires_grad_(), arriving.clone()
@@ -61,26 +63,46 @@ def left_alone(case: Case, seen: Seen) -> Miss | None:
 
 
 ENTRY = Task(
-    name="museum.entry", lesson=LESSON, function="enter_split_layer", title="Exhibit 5: the entry of a split layer",
-    difficulty=2, importance=5, minutes=20, draw=each_world(entry_case), observe=observe_entry,
-    own={"arriving": along(0)}, essential=("output", "gradient", "transposed gradient"),
-    properties={"output": Property(1, result("output", lambda case: [case.inputs["x"]] * case.world_size)),
-                "gradient": Property(2, result("plain", entered(0))),
-                "transposed gradient": Property(3, result("transposed", entered(1))),
-                "arriving gradient left alone": Property(1, left_alone)})
+    name="museum.entry",
+    lesson=LESSON,
+    function="enter_split_layer",
+    title="Exhibit 5: the entry of a split layer",
+    difficulty=2,
+    importance=5,
+    minutes=20,
+    draw=each_world(entry_case),
+    observe=observe_entry,
+    own={"arriving": along(0)},
+    essential=("output", "gradient", "transposed gradient"),
+    properties={
+        "output": Property(1, result("output", lambda case: [case.inputs["x"]] * case.world_size)),
+        "gradient": Property(2, result("plain", entered(0))),
+        "transposed gradient": Property(3, result("transposed", entered(1))),
+        "arriving gradient left alone": Property(1, left_alone),
+    },
+)
 
 
 # --- museum.exit ---
 
+
 def exit_case(rng: random.Random, world: int) -> dict:
     rows, inside, out = rng.randrange(2, 4), rng.randrange(1, 4), rng.randrange(2, 5)
-    return {"x": numbers(rng, world, rows, inside), "weight": numbers(rng, world, out, inside),
-            "bias": numbers(rng, out), "arriving": numbers(rng, rows, out)}
+    return {
+        "x": numbers(rng, world, rows, inside),
+        "weight": numbers(rng, world, out, inside),
+        "bias": numbers(rng, out),
+        "arriving": numbers(rng, rows, out),
+    }
 
 
 def observe_exit(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    leaves = {name: torch.from_numpy((case.inputs[name] if name == "bias" else case.inputs[name][rank]).copy())
-              .requires_grad_() for name in ("x", "weight", "bias")}
+    leaves = {
+        name: torch.from_numpy(
+            (case.inputs[name] if name == "bias" else case.inputs[name][rank]).copy()
+        ).requires_grad_()
+        for name in ("x", "weight", "bias")
+    }
     output = function(*leaves.values())
     (output * torch.from_numpy(case.inputs["arriving"].copy())).sum().backward()
     return {"output": plain(output)} | {name: plain(leaf.grad) for name, leaf in leaves.items()}
@@ -90,9 +112,12 @@ def by_whole_layer(case: Case) -> dict[str, list[np.ndarray]]:
     """Of one process, in float64, by rank."""
     x, weight, bias, arriving = (case.inputs[name].astype(np.float64) for name in ("x", "weight", "bias", "arriving"))
     ranks = case.world_size
-    return {"output": [sum(a @ w.T for a, w in zip(x, weight, strict=True)) + bias] * ranks,
-            "x": [arriving @ w for w in weight], "weight": [arriving.T @ a for a in x],
-            "bias": [arriving.sum(0)] * ranks}
+    return {
+        "output": [sum(a @ w.T for a, w in zip(x, weight, strict=True)) + bias] * ranks,
+        "x": [arriving @ w for w in weight],
+        "weight": [arriving.T @ a for a in x],
+        "bias": [arriving.sum(0)] * ranks,
+    }
 
 
 def of_layer(*names: str) -> Rule:
@@ -104,12 +129,23 @@ def of_layer(*names: str) -> Rule:
 
 
 EXIT = Task(
-    name="museum.exit", lesson=LESSON, function="leave_split_layer", title="Exhibit 6: the exit of a split layer",
-    difficulty=2, importance=4, minutes=20, draw=each_world(exit_case), observe=observe_exit,
-    own={"x": along(0), "weight": along(0)}, essential=("output", "gradient of the bias"),
-    properties={"output": Property(1, of_layer("output")),
-                "gradients of input and weight": Property(1, of_layer("x", "weight")),
-                "gradient of the bias": Property(3, of_layer("bias"))})
+    name="museum.exit",
+    lesson=LESSON,
+    function="leave_split_layer",
+    title="Exhibit 6: the exit of a split layer",
+    difficulty=2,
+    importance=4,
+    minutes=20,
+    draw=each_world(exit_case),
+    observe=observe_exit,
+    own={"x": along(0), "weight": along(0)},
+    essential=("output", "gradient of the bias"),
+    properties={
+        "output": Property(1, of_layer("output")),
+        "gradients of input and weight": Property(1, of_layer("x", "weight")),
+        "gradient of the bias": Property(3, of_layer("bias")),
+    },
+)
 
 
 # --- museum.norm ---
@@ -133,8 +169,9 @@ def draw_norm(rng: random.Random, worlds: tuple[int, ...] = (1, 2, 3)) -> list[C
 
 
 def observe_norm(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    whole, split = (list(torch.from_numpy(tensors.copy())) for tensors in (
-        case.inputs["whole"], case.inputs["split"][rank]))
+    whole, split = (
+        list(torch.from_numpy(tensors.copy())) for tensors in (case.inputs["whole"], case.inputs["split"][rank])
+    )
     norm = function(whole, split, case.inputs["most"])
     return {"norm": plain(norm), "whole": plain(torch.stack(whole)), "split": plain(torch.stack(split))}
 
@@ -150,19 +187,31 @@ def scaled(kind: str) -> Rule:
             number(seen, rank, "norm")
         if case.inputs["kind"] != kind:
             return None
-        return (near(seen, "whole", [case.inputs["whole"] * factor] * case.world_size)
-                or near(seen, "split", list(case.inputs["split"] * factor)))
+        return near(seen, "whole", [case.inputs["whole"] * factor] * case.world_size) or near(
+            seen, "split", list(case.inputs["split"] * factor)
+        )
 
     return rule
 
 
 NORM = Task(
-    name="museum.norm", lesson=LESSON, function="clip_by_norm", title="Exhibit 7: the norm that clips", difficulty=3,
-    importance=5, minutes=20, draw=draw_norm, observe=observe_norm, own={"split": along(0)},
+    name="museum.norm",
+    lesson=LESSON,
+    function="clip_by_norm",
+    title="Exhibit 7: the norm that clips",
+    difficulty=3,
+    importance=5,
+    minutes=20,
+    draw=draw_norm,
+    observe=observe_norm,
+    own={"split": along(0)},
     essential=("norm", "what is clipped"),
-    properties={"norm": Property(3, result("norm", lambda case: [np.array(norm_of(case))] * case.world_size)),
-                "what is clipped": Property(2, scaled(CLIPPED)),
-                "what is small enough": Property(1, scaled(SMALL))})
+    properties={
+        "norm": Property(3, result("norm", lambda case: [np.array(norm_of(case))] * case.world_size)),
+        "what is clipped": Property(2, scaled(CLIPPED)),
+        "what is small enough": Property(1, scaled(SMALL)),
+    },
+)
 
 
 # --- museum.tied ---
@@ -187,7 +236,8 @@ def observe_tied(function: Callable[..., Any], case: Case, rank: int) -> dict:
     with Recorder() as record:
         function(gradients)
     return {"names": sorted(gradients), "events": record.events} | {
-        name: plain(gradient) for name, gradient in gradients.items()}
+        name: plain(gradient) for name, gradient in gradients.items()
+    }
 
 
 def tied_sum(case: Case, seen: Seen) -> Miss | None:
@@ -218,9 +268,18 @@ def between_the_ends(case: Case, seen: Seen) -> Miss | None:
 
 
 TIED = Task(
-    name="museum.tied", lesson=LESSON, function="sum_tied", title="Exhibit 8: one weight on two stages", difficulty=3,
-    importance=4, minutes=25, draw=each_world(tied_case), observe=observe_tied, own={"gradients": along(0)},
+    name="museum.tied",
+    lesson=LESSON,
+    function="sum_tied",
+    title="Exhibit 8: one weight on two stages",
+    difficulty=3,
+    importance=4,
+    minutes=25,
+    draw=each_world(tied_case),
+    observe=observe_tied,
+    own={"gradients": along(0)},
     essential=("tied gradients",),
-    properties={"tied gradients": Property(3, tied_sum), "who talks to whom": Property(2, between_the_ends)})
+    properties={"tied gradients": Property(3, tied_sum), "who talks to whom": Property(2, between_the_ends)},
+)
 
 ALL = (ENTRY, EXIT, NORM, TIED)

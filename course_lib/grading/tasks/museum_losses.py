@@ -18,11 +18,15 @@ LESSON = "16_gradient_audit"
 
 # --- museum.context ---
 
+
 def context_case(rng: random.Random, world: int) -> dict:
     rows, tokens, width = rng.randrange(1, 3), rng.randrange(2, 4), rng.randrange(2, 4)
-    return {"data_ranks": {4: 2}.get(world, 1 if world == 2 else rng.choice((1, world))),
-            "x": numbers(rng, world, rows, tokens, width), "target": numbers(rng, world, rows, tokens),
-            "weight": numbers(rng, width)}
+    return {
+        "data_ranks": {4: 2}.get(world, 1 if world == 2 else rng.choice((1, world))),
+        "x": numbers(rng, world, rows, tokens, width),
+        "target": numbers(rng, world, rows, tokens),
+        "weight": numbers(rng, width),
+    }
 
 
 def draw_context(rng: random.Random, worlds: Sequence[int] = (1, 2, 4)) -> list[Case]:
@@ -41,15 +45,26 @@ def of_all_tokens(case: Case) -> tuple[float, np.ndarray]:
     """The mean over the tokens of all rows, and its gradient."""
     x, target, weight = (case.inputs[name].astype(np.float64) for name in ("x", "target", "weight"))
     off = x @ weight - target
-    return float((off ** 2).mean()), 2 * (off[..., None] * x).reshape(-1, len(weight)).mean(0)
+    return float((off**2).mean()), 2 * (off[..., None] * x).reshape(-1, len(weight)).mean(0)
 
 
 CONTEXT = Task(
-    name="museum.context", lesson=LESSON, function="backward_of_part", title="Exhibit 9: rows on several ranks",
-    difficulty=2, importance=4, minutes=20, draw=draw_context, observe=observe_context,
-    own={"x": along(0), "target": along(0)}, essential=("gradient",),
-    properties={"gradient": Property(3, result("gradient", lambda case: [of_all_tokens(case)[1]] * case.world_size)),
-                "loss": Property(1, result("loss", lambda case: [np.array(of_all_tokens(case)[0])] * case.world_size))})
+    name="museum.context",
+    lesson=LESSON,
+    function="backward_of_part",
+    title="Exhibit 9: rows on several ranks",
+    difficulty=2,
+    importance=4,
+    minutes=20,
+    draw=draw_context,
+    observe=observe_context,
+    own={"x": along(0), "target": along(0)},
+    essential=("gradient",),
+    properties={
+        "gradient": Property(3, result("gradient", lambda case: [of_all_tokens(case)[1]] * case.world_size)),
+        "loss": Property(1, result("loss", lambda case: [np.array(of_all_tokens(case)[0])] * case.world_size)),
+    },
+)
 
 
 # --- museum.tokens ---
@@ -80,15 +95,18 @@ def of_counted_tokens(case: Case) -> tuple[float, list[np.ndarray]]:
     logits = torch.from_numpy(case.inputs["logits"].copy()).double().requires_grad_()
     labels = torch.from_numpy(case.inputs["labels"].copy())
     mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-    gradient, = torch.autograd.grad(mean, logits)
+    (gradient,) = torch.autograd.grad(mean, logits)
     return float(mean.detach()), list(case.world_size * gradient.numpy())
 
 
 def averages_to_the_mean(case: Case, seen: Seen) -> Miss | None:
     right = of_counted_tokens(case)[0]
     found = sum(number(seen, rank, "loss") for rank in range(case.world_size)) / case.world_size
-    return None if abs(found - right) <= 1e-4 * max(1.0, right) else Miss(f"losses with a mean of {right:.5g}",
-                                                                         f"{found:.5g}")
+    return (
+        None
+        if abs(found - right) <= 1e-4 * max(1.0, right)
+        else Miss(f"losses with a mean of {right:.5g}", f"{found:.5g}")
+    )
 
 
 def a_count_travels(case: Case, seen: Seen) -> Miss | None:
@@ -101,15 +119,27 @@ def a_count_travels(case: Case, seen: Seen) -> Miss | None:
 
 
 TOKENS = Task(
-    name="museum.tokens", lesson=LESSON, function="loss_for_ddp", title="Exhibit 10: a mean over tokens",
-    difficulty=2, importance=5, minutes=20, draw=each_world(tokens_case), observe=observe_tokens,
-    own={"logits": along(0), "labels": along(0)}, essential=("gradient",),
-    properties={"gradient": Property(3, result("gradient", lambda case: of_counted_tokens(case)[1])),
-                "mean of the losses": Property(1, averages_to_the_mean),
-                "what travels": Property(1, a_count_travels)})
+    name="museum.tokens",
+    lesson=LESSON,
+    function="loss_for_ddp",
+    title="Exhibit 10: a mean over tokens",
+    difficulty=2,
+    importance=5,
+    minutes=20,
+    draw=each_world(tokens_case),
+    observe=observe_tokens,
+    own={"logits": along(0), "labels": along(0)},
+    essential=("gradient",),
+    properties={
+        "gradient": Property(3, result("gradient", lambda case: of_counted_tokens(case)[1])),
+        "mean of the losses": Property(1, averages_to_the_mean),
+        "what travels": Property(1, a_count_travels),
+    },
+)
 
 
 # --- museum.micro ---
+
 
 def micro_case(rng: random.Random, world: int) -> dict:
     micro_batches = rng.randrange(2, 5) if world > 1 else 1
@@ -133,16 +163,26 @@ def only_shards_arrive(case: Case, seen: Seen) -> Miss | None:
     for rank in range(case.world_size):
         made = made_by(seen, rank)
         if case.world_size > 1 and (set(made) != {f"reduce_scatter {size}"} or len(made) > micro_batches):
-            return Miss(f"reduce_scatter {size}, {micro_batches} times at most", short(", ".join(made) or "nothing"),
-                        rank)
+            return Miss(
+                f"reduce_scatter {size}, {micro_batches} times at most", short(", ".join(made) or "nothing"), rank
+            )
     return near(seen, "shard", shards(case)) if case.world_size == 1 else None
 
 
 MICRO = Task(
-    name="museum.micro", lesson=LESSON, function="sharded_gradient", title="Exhibit 11: micro-batches and a shard",
-    difficulty=2, importance=4, minutes=20, draw=each_world(micro_case), observe=observe_micro,
-    own={"gradients": along(0)}, essential=("shard",),
-    properties={"shard": Property(3, result("shard", shards)), "reduce-scatter": Property(1, only_shards_arrive)})
+    name="museum.micro",
+    lesson=LESSON,
+    function="sharded_gradient",
+    title="Exhibit 11: micro-batches and a shard",
+    difficulty=2,
+    importance=4,
+    minutes=20,
+    draw=each_world(micro_case),
+    observe=observe_micro,
+    own={"gradients": along(0)},
+    essential=("shard",),
+    properties={"shard": Property(3, result("shard", shards)), "reduce-scatter": Property(1, only_shards_arrive)},
+)
 
 
 # --- museum.twice ---
@@ -207,10 +247,22 @@ def leave_during_backward(case: Case, seen: Seen) -> Miss | None:
 
 
 TWICE = Task(
-    name="museum.twice", lesson=LESSON, function="reduce_as_they_come", title="Exhibit 12: a module that is used twice",
-    difficulty=4, importance=4, minutes=30, draw=each_world(twice_case), observe=observe_twice,
-    own={"factors": along(0)}, essential=("used twice",),
-    properties={"used once": Property(1, mean_by_uses("once")), "used twice": Property(3, mean_by_uses("twice")),
-                "during backward": Property(2, leave_during_backward)})
+    name="museum.twice",
+    lesson=LESSON,
+    function="reduce_as_they_come",
+    title="Exhibit 12: a module that is used twice",
+    difficulty=4,
+    importance=4,
+    minutes=30,
+    draw=each_world(twice_case),
+    observe=observe_twice,
+    own={"factors": along(0)},
+    essential=("used twice",),
+    properties={
+        "used once": Property(1, mean_by_uses("once")),
+        "used twice": Property(3, mean_by_uses("twice")),
+        "during backward": Property(2, leave_during_backward),
+    },
+)
 
 ALL = (CONTEXT, TOKENS, MICRO, TWICE)

@@ -23,11 +23,20 @@ def of_rank(case: Case, rank: int, name: str) -> np.ndarray:
 
 # --- museum.mixture ---
 
-SHARED = ("embedding.weight", "layers.0.attention.weight", "layers.0.mlp.gate.weight",
-          "layers.0.mlp.shared_experts.up.weight", "head.weight")
+SHARED = (
+    "embedding.weight",
+    "layers.0.attention.weight",
+    "layers.0.mlp.gate.weight",
+    "layers.0.mlp.shared_experts.up.weight",
+    "head.weight",
+)
 EXPERT = ("layers.0.mlp.experts.up.weight", "layers.0.mlp.experts.down.weight")
-KINDS = {"router": (SHARED[2],), "experts": EXPERT, "all others": (SHARED[0], SHARED[1], SHARED[4]),
-         "shared experts": (SHARED[3],)}
+KINDS = {
+    "router": (SHARED[2],),
+    "experts": EXPERT,
+    "all others": (SHARED[0], SHARED[1], SHARED[4]),
+    "shared experts": (SHARED[3],),
+}
 
 
 def mixture_case(rng: random.Random, world: int) -> dict:
@@ -37,8 +46,10 @@ def mixture_case(rng: random.Random, world: int) -> dict:
 
 
 def observe_mixture(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    gradients = {name: torch.from_numpy(one.copy()) for name, one in zip(
-        case.inputs["names"], of_rank(case, rank, "gradients"), strict=True)}
+    gradients = {
+        name: torch.from_numpy(one.copy())
+        for name, one in zip(case.inputs["names"], of_rank(case, rank, "gradients"), strict=True)
+    }
     function(gradients)
     return {kind: plain(torch.stack([gradients[name] for name in names])) for kind, names in KINDS.items()}
 
@@ -53,12 +64,24 @@ def mean_of(kind: str) -> Rule:
 
 
 MIXTURE = Task(
-    name="museum.mixture", lesson=LESSON, function="reduce_mixture", title="Exhibit 1: a mixture of experts",
-    difficulty=1, importance=5, minutes=15, draw=each_world(mixture_case), observe=observe_mixture,
-    own={"gradients": along(0)}, essential=("router", "experts"),
-    properties={"router": Property(3, mean_of("router")), "experts": Property(2, mean_of("experts")),
-                "shared experts": Property(1, mean_of("shared experts")),
-                "all others": Property(1, mean_of("all others"))})
+    name="museum.mixture",
+    lesson=LESSON,
+    function="reduce_mixture",
+    title="Exhibit 1: a mixture of experts",
+    difficulty=1,
+    importance=5,
+    minutes=15,
+    draw=each_world(mixture_case),
+    observe=observe_mixture,
+    own={"gradients": along(0)},
+    essential=("router", "experts"),
+    properties={
+        "router": Property(3, mean_of("router")),
+        "experts": Property(2, mean_of("experts")),
+        "shared experts": Property(1, mean_of("shared experts")),
+        "all others": Property(1, mean_of("all others")),
+    },
+)
 
 
 # --- museum.experts ---
@@ -101,14 +124,26 @@ def mean_over_copies(case: Case) -> list[np.ndarray]:
 
 
 EXPERTS = Task(
-    name="museum.experts", lesson=LESSON, function="reduce_experts", title="Exhibit 2: experts and their copies",
-    difficulty=2, importance=4, minutes=15, draw=draw_experts, observe=observe_experts,
-    own={"gradient": along(0)}, essential=("gradient",),
-    properties={"gradient": Property(3, result("gradient", mean_over_copies)),
-                "one all-reduce": Property(1, only("all_reduce", sent_to_copies))})
+    name="museum.experts",
+    lesson=LESSON,
+    function="reduce_experts",
+    title="Exhibit 2: experts and their copies",
+    difficulty=2,
+    importance=4,
+    minutes=15,
+    draw=draw_experts,
+    observe=observe_experts,
+    own={"gradient": along(0)},
+    essential=("gradient",),
+    properties={
+        "gradient": Property(3, result("gradient", mean_over_copies)),
+        "one all-reduce": Property(1, only("all_reduce", sent_to_copies)),
+    },
+)
 
 
 # --- museum.buckets ---
+
 
 def buckets_case(rng: random.Random, world: int) -> dict:
     """Gradients smaller than a bucket, as large as one, and larger; in each case one of each at least."""
@@ -136,6 +171,7 @@ def sizes_of(case: Case) -> list[int]:
 
 def mean_of_size(chosen: Callable[[int, int], bool]) -> Rule:
     """The means of the gradients whose size and the limit are so."""
+
     def rule(case: Case, seen: Seen) -> Miss | None:
         for place, size in enumerate(sizes_of(case)):
             right = case.inputs["gradients"][place].astype(np.float64).mean(0)
@@ -169,13 +205,24 @@ def few_messages(case: Case, seen: Seen) -> Miss | None:
 
 
 BUCKETS = Task(
-    name="museum.buckets", lesson=LESSON, function="average_in_buckets", title="Exhibit 3: buckets of a fixed size",
-    difficulty=2, importance=4, minutes=20, draw=each_world(buckets_case), observe=observe_buckets,
-    own={"gradients": parts_of}, essential=("as large as a bucket",),
-    properties={"smaller than a bucket": Property(1, mean_of_size(lambda size, limit: size < limit)),
-                "as large as a bucket": Property(3, mean_of_size(lambda size, limit: size == limit)),
-                "larger than a bucket": Property(1, mean_of_size(lambda size, limit: size > limit)),
-                "messages": Property(2, few_messages)})
+    name="museum.buckets",
+    lesson=LESSON,
+    function="average_in_buckets",
+    title="Exhibit 3: buckets of a fixed size",
+    difficulty=2,
+    importance=4,
+    minutes=20,
+    draw=each_world(buckets_case),
+    observe=observe_buckets,
+    own={"gradients": parts_of},
+    essential=("as large as a bucket",),
+    properties={
+        "smaller than a bucket": Property(1, mean_of_size(lambda size, limit: size < limit)),
+        "as large as a bucket": Property(3, mean_of_size(lambda size, limit: size == limit)),
+        "larger than a bucket": Property(1, mean_of_size(lambda size, limit: size > limit)),
+        "messages": Property(2, few_messages),
+    },
+)
 
 
 # --- museum.outer ---
@@ -185,8 +232,12 @@ STEPS = 2
 
 def outer_case(rng: random.Random, world: int) -> dict:
     size = rng.randrange(2, 5)
-    return {"before": numbers(rng, size), "walks": numbers(rng, world, STEPS, size),
-            "rate": rng.choice((0.25, 0.5, 0.75)), "beta": rng.choice((0.25, 0.5))}
+    return {
+        "before": numbers(rng, size),
+        "walks": numbers(rng, world, STEPS, size),
+        "rate": rng.choice((0.25, 0.5, 0.75)),
+        "beta": rng.choice((0.25, 0.5)),
+    }
 
 
 def observe_outer(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -220,11 +271,22 @@ def of_outer_steps(name: str) -> Rule:
 
 
 OUTER = Task(
-    name="museum.outer", lesson=LESSON, function="outer_step", title="Exhibit 4: an outer optimizer", difficulty=2,
-    importance=3, minutes=15, draw=each_world(outer_case), observe=observe_outer, own={"walks": along(0)},
+    name="museum.outer",
+    lesson=LESSON,
+    function="outer_step",
+    title="Exhibit 4: an outer optimizer",
+    difficulty=2,
+    importance=3,
+    minutes=15,
+    draw=each_world(outer_case),
+    observe=observe_outer,
+    own={"walks": along(0)},
     essential=("weights",),
-    properties={"weights": Property(3, of_outer_steps("weights")),
-                "momentum": Property(2, of_outer_steps("momentum")),
-                "one all-reduce": Property(1, only("all_reduce", lambda case: [case.inputs["before"].nbytes] * STEPS))})
+    properties={
+        "weights": Property(3, of_outer_steps("weights")),
+        "momentum": Property(2, of_outer_steps("momentum")),
+        "one all-reduce": Property(1, only("all_reduce", lambda case: [case.inputs["before"].nbytes] * STEPS)),
+    },
+)
 
 ALL = (MIXTURE, EXPERTS, BUCKETS, OUTER)

@@ -45,8 +45,12 @@ DRAWN = 96
 
 def written(rows: list[list[Any]]) -> str:
     """Rows that cannot run, as they are."""
-    return "\n".join(["your rows:", *(f"rank {rank}  {' '.join(map(str, row[:64]))}"[:DRAWN + 8]
-                                     for rank, row in enumerate(rows[:16]))])
+    return "\n".join(
+        [
+            "your rows:",
+            *(f"rank {rank}  {' '.join(map(str, row[:64]))}"[: DRAWN + 8] for rank, row in enumerate(rows[:16])),
+        ]
+    )
 
 
 def drawn(schedule: Schedule) -> str:
@@ -87,11 +91,13 @@ def holds_no_more(name: str) -> Rule:
     """No rank holds more micro-batches than in the course's own table."""
 
     def rule(case: Case, seen: Seen) -> Miss | None:
-        for rank, (own, peak) in enumerate(zip(in_flight(reference(name, case)), in_flight(table(case, seen)),
-                                               strict=True)):
+        for rank, (own, peak) in enumerate(
+            zip(in_flight(reference(name, case)), in_flight(table(case, seen)), strict=True)
+        ):
             if peak > own:
-                return Miss(f"at most {own} micro-batches in flight in row {rank}", f"{peak}",
-                            note=drawn(table(case, seen)))
+                return Miss(
+                    f"at most {own} micro-batches in flight in row {rank}", f"{peak}", note=drawn(table(case, seen))
+                )
         return None
 
     return rule
@@ -117,25 +123,58 @@ def observe_rows(function: Callable[..., Any], case: Case, rank: int) -> dict:
 
 def schedule_task(kind: str, **described: Any) -> Task:
     """A task that asks for one rank's row of a table, judged by what the whole table does."""
-    return Task(lesson=LESSON, observe=observe_rows, needs_ranks=False, **described, properties={
-        "runs": Property(2, runs), "bubble": Property(2, waits_no_longer(kind)),
-        "in flight": Property(2, holds_no_more(kind))})
+    return Task(
+        lesson=LESSON,
+        observe=observe_rows,
+        needs_ranks=False,
+        **described,
+        properties={
+            "runs": Property(2, runs),
+            "bubble": Property(2, waits_no_longer(kind)),
+            "in flight": Property(2, holds_no_more(kind)),
+        },
+    )
 
 
 ONE_F_ONE_B = schedule_task(
-    "1f1b", name="pipeline.1f1b", function="one_f_one_b", title="One forward, one backward", difficulty=3,
-    importance=5, minutes=25, draw=alone(pipeline_case), essential=("runs", "in flight"))
+    "1f1b",
+    name="pipeline.1f1b",
+    function="one_f_one_b",
+    title="One forward, one backward",
+    difficulty=3,
+    importance=5,
+    minutes=25,
+    draw=alone(pipeline_case),
+    essential=("runs", "in flight"),
+)
 
 INTERLEAVED = schedule_task(
-    "interleaved", name="pipeline.interleaved", function="interleaved", title="Two stages per rank, half the bubble",
-    difficulty=4, importance=3, minutes=40, draw=alone(interleaved_case), essential=("runs", "bubble"))
+    "interleaved",
+    name="pipeline.interleaved",
+    function="interleaved",
+    title="Two stages per rank, half the bubble",
+    difficulty=4,
+    importance=3,
+    minutes=40,
+    draw=alone(interleaved_case),
+    essential=("runs", "bubble"),
+)
 
 ZERO_BUBBLE = schedule_task(
-    "zb_h1", name="pipeline.zero_bubble", function="zb_h1", title="Fill the bubble with W", difficulty=4,
-    importance=4, minutes=30, draw=alone(pipeline_case), essential=("runs", "bubble"))
+    "zb_h1",
+    name="pipeline.zero_bubble",
+    function="zb_h1",
+    title="Fill the bubble with W",
+    difficulty=4,
+    importance=4,
+    minutes=30,
+    draw=alone(pipeline_case),
+    essential=("runs", "bubble"),
+)
 
 
 # --- pipeline.balance ---
+
 
 def balance_case(rng: random.Random, place: int) -> dict:
     """Dear blocks at both ends, dear first blocks, one stage, as many stages as blocks; else anything."""
@@ -154,8 +193,11 @@ def observe_split(function: Callable[..., Any], case: Case, rank: int) -> dict:
 
 def stage_costs(case: Case, seen: Seen) -> list[int]:
     cuts, units = items(seen, 0, "first_units", int), len(case.inputs["costs"])
-    if len(cuts) != case.inputs["stages"] - 1 or sorted(set(cuts)) != cuts or (cuts and not (0 < cuts[0] <= cuts[-1]
-                                                                                            < units)):
+    if (
+        len(cuts) != case.inputs["stages"] - 1
+        or sorted(set(cuts)) != cuts
+        or (cuts and not (0 < cuts[0] <= cuts[-1] < units))
+    ):
         raise Malformed(Miss(f"{case.inputs['stages'] - 1} rising places from 1 to {units - 1}", short(cuts)))
     ends = [0, *cuts, units]
     return [sum(case.inputs["costs"][a:b]) for a, b in zip(ends, ends[1:], strict=False)]
@@ -174,13 +216,23 @@ def dearest_is_cheapest(case: Case, seen: Seen) -> Miss | None:
 
 
 BALANCE = Task(
-    name="pipeline.balance", lesson=LESSON, function="split", title="Cut a model into even stages", difficulty=3,
-    importance=4, minutes=30, draw=in_turn(balance_case, 8), observe=observe_split, needs_ranks=False,
+    name="pipeline.balance",
+    lesson=LESSON,
+    function="split",
+    title="Cut a model into even stages",
+    difficulty=3,
+    importance=4,
+    minutes=30,
+    draw=in_turn(balance_case, 8),
+    observe=observe_split,
+    needs_ranks=False,
     essential=("dearest stage",),
-    properties={"contiguous stages": Property(1, is_a_split), "dearest stage": Property(3, dearest_is_cheapest)})
+    properties={"contiguous stages": Property(1, is_a_split), "dearest stage": Property(3, dearest_is_cheapest)},
+)
 
 
 # --- pipeline.bubble ---
+
 
 def bubble_case(rng: random.Random) -> dict:
     ranks = rng.randrange(2, 9)
@@ -189,8 +241,10 @@ def bubble_case(rng: random.Random) -> dict:
 
 def observe_bubble(function: Callable[..., Any], case: Case, rank: int) -> dict:
     given = case.inputs
-    return {"plain": plain(function(given["ranks"], given["microbatches"])),
-            "interleaved": plain(function(given["ranks"], given["microbatches"], given["stages_per_rank"]))}
+    return {
+        "plain": plain(function(given["ranks"], given["microbatches"])),
+        "interleaved": plain(function(given["ranks"], given["microbatches"], given["stages_per_rank"])),
+    }
 
 
 def bubble_is(key: str) -> Rule:
@@ -205,8 +259,17 @@ def bubble_is(key: str) -> Rule:
 
 
 BUBBLE = Task(
-    name="pipeline.bubble", lesson=LESSON, function="bubble", title="The bubble's formula", difficulty=1, importance=4,
-    minutes=10, draw=alone(bubble_case), observe=observe_bubble, needs_ranks=False,
-    properties={"1F1B": Property(1, bubble_is("plain")), "interleaved": Property(1, bubble_is("interleaved"))})
+    name="pipeline.bubble",
+    lesson=LESSON,
+    function="bubble",
+    title="The bubble's formula",
+    difficulty=1,
+    importance=4,
+    minutes=10,
+    draw=alone(bubble_case),
+    observe=observe_bubble,
+    needs_ranks=False,
+    properties={"1F1B": Property(1, bubble_is("plain")), "interleaved": Property(1, bubble_is("interleaved"))},
+)
 
 ALL = (BUBBLE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, BALANCE)

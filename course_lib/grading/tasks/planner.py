@@ -44,8 +44,7 @@ def memory(given: dict, plan: Plan) -> list[int]:
         length = -(-parameters // data)
         for rank in range(data):
             shard = max(0, min(length, parameters - rank * length))
-            states = sum(width * (shard if zero >= least else parameters)
-                         for width, least in ((12, 1), (2, 2), (2, 3)))
+            states = sum(width * (shard if zero >= least else parameters) for width, least in ((12, 1), (2, 2), (2, 3)))
             held.append(states + in_flight * sum(layer["activations"] for layer in layers))
     return held
 
@@ -62,15 +61,19 @@ def seconds(given: dict, plan: Plan) -> float:
 def best(given: dict) -> Plan | None:
     """The plan that is due; None where none fits."""
     able = [plan for plan in plans(given) if max(memory(given, plan)) <= given["capacity"]]
-    return min(able, key=lambda plan: (seconds(given, plan), plan[1], len(plan[2]), max(memory(given, plan)), plan[2]),
-               default=None)
+    return min(
+        able,
+        key=lambda plan: (seconds(given, plan), plan[1], len(plan[2]), max(memory(given, plan)), plan[2]),
+        default=None,
+    )
 
 
 TIES = (
     ((156, 4000, 1), (12, 60, 1), (132, 20, 2), (84, 6000, 1), (276, 6000, 1), 4, 2, 13344),
     ((252, 40, 5), (12, 2000, 1), (84, 1, 3), (228, 1200, 1), (264, 60, 5), (348, 4000, 1), 6, 6, 9554),
     ((228, 60, 2), (48, 40, 1), (60, 2, 1), (60, 6000, 1), (204, 4000, 5), (288, 800, 1), 4, 6, 13924),
-    ((228, 60, 2), (48, 40, 1), (60, 2, 1), (60, 6000, 1), (204, 4000, 5), (288, 800, 1), 4, 6, 12960))
+    ((228, 60, 2), (48, 40, 1), (60, 2, 1), (60, 6000, 1), (204, 4000, 5), (288, 800, 1), 4, 6, 12960),
+)
 """Layers (parameters, activations, seconds), GPUs, micro-batches, capacity, with several fastest plans: the lower
 stage of ZeRO has more stages, fewer stages take more memory, an earlier cut takes more, several cuts take as much."""
 
@@ -80,9 +83,15 @@ def tied_case(rng: random.Random, place: int) -> dict:
     *layers, gpus, micro_batches, capacity = TIES[place % len(TIES)]
     unit, pace = rng.randrange(1, 9), rng.randrange(1, 9) / 8
     given: dict[str, Any] = {
-        "layers": [{"parameters": unit * parameters, "activations": unit * activations, "seconds": pace * seconds}
-                   for parameters, activations, seconds in layers],
-        "gpus": gpus, "micro_batches": micro_batches, "bandwidth": 2.0**90, "capacity": unit * capacity}
+        "layers": [
+            {"parameters": unit * parameters, "activations": unit * activations, "seconds": pace * seconds}
+            for parameters, activations, seconds in layers
+        ],
+        "gpus": gpus,
+        "micro_batches": micro_batches,
+        "bandwidth": 2.0**90,
+        "capacity": unit * capacity,
+    }
     given["plans"] = [[data, zero, list(ends)] for data, zero, ends in rng.sample(list(plans(given)), PROBES)]
     return given
 
@@ -92,29 +101,52 @@ def planner_case(rng: random.Random, place: int) -> dict:
     if place >= 6:
         return tied_case(rng, place - 6)
     count, gpus = rng.randrange(4, 8), rng.choice((4, 6, 8)) if place else 4
-    layers = [{"parameters": rng.randrange(100, 400), "activations": rng.randrange(200, 4000),
-               "seconds": rng.randrange(1, 33) / 16} for _ in range(count)]
+    layers = [
+        {
+            "parameters": rng.randrange(100, 400),
+            "activations": rng.randrange(200, 4000),
+            "seconds": rng.randrange(1, 33) / 16,
+        }
+        for _ in range(count)
+    ]
     if place % 3 == 1:
         layers[-1]["parameters"] = 5 * layers[-1]["parameters"] + 1
     if place % 3 == 0:
         layers[0]["parameters"] = gpus // 2 + 1  # too few for the last rank to have any
-    given: dict[str, Any] = {"layers": layers, "gpus": gpus, "micro_batches": gpus // 2 * (place % 4 + 1),
-                             "bandwidth": float(2 ** rng.randrange(7, 12)), "capacity": 0}
+    given: dict[str, Any] = {
+        "layers": layers,
+        "gpus": gpus,
+        "micro_batches": gpus // 2 * (place % 4 + 1),
+        "bandwidth": float(2 ** rng.randrange(7, 12)),
+        "capacity": 0,
+    }
     every = list(plans(given))
     peaks = sorted({max(memory(given, plan)) for plan in every})
     given["capacity"] = peaks[0] - 1 if place % 3 == 2 else peaks[rng.randrange(len(peaks) // 8, len(peaks) // 3 + 1)]
-    given["plans"] = [[gpus // 2, 3, [1, count]],
-                      *([data, zero, list(ends)] for data, zero, ends in rng.sample(every, PROBES - 1))]
+    given["plans"] = [
+        [gpus // 2, 3, [1, count]],
+        *([data, zero, list(ends)] for data, zero, ends in rng.sample(every, PROBES - 1)),
+    ]
     return given
 
 
 def observe_planner(function: Callable[..., Any], case: Case, rank: int) -> dict:
     given = case.inputs
-    planner = function([dict(layer) for layer in given["layers"]], given["gpus"], given["micro_batches"],
-                       given["bandwidth"], given["capacity"])
+    planner = function(
+        [dict(layer) for layer in given["layers"]],
+        given["gpus"],
+        given["micro_batches"],
+        given["bandwidth"],
+        given["capacity"],
+    )
     asked = [(data, zero, list(cut)) for data, zero, cut in given["plans"]]
-    seen = {"memory": [plain(planner.memory(*plan)) for plan in asked],
-            "seconds": [plain(planner.seconds(*plan)) for plan in asked], "best": {}, "types": [], "refusal": ""}
+    seen = {
+        "memory": [plain(planner.memory(*plan)) for plan in asked],
+        "seconds": [plain(planner.seconds(*plan)) for plan in asked],
+        "best": {},
+        "types": [],
+        "refusal": "",
+    }
     try:
         made = planner.best()
     except ValueError as refusal:
@@ -162,8 +194,17 @@ def chosen(case: Case, seen: Seen) -> Plan | None:
         raise Malformed(Miss("a plan, as one fits", short(said)))
     if not isinstance(made, dict) or not isinstance(made.get("cut"), list):
         raise Malformed(Miss("a plan, a dict with a list as cut", kind(made)))
-    picked = next((plan for plan in plans(case.inputs) if list(plan[2]) == made["cut"] and plan[0] == made.get("data")
-                   and plan[1] == made.get("zero") and len(plan[2]) == made.get("stages")), None)
+    picked = next(
+        (
+            plan
+            for plan in plans(case.inputs)
+            if list(plan[2]) == made["cut"]
+            and plan[0] == made.get("data")
+            and plan[1] == made.get("zero")
+            and len(plan[2]) == made.get("stages")
+        ),
+        None,
+    )
     if picked is None:
         raise Malformed(Miss("a plan that the numbers allow", short(made or seen[0].get("refusal"))))
     return picked
@@ -175,16 +216,21 @@ def fits(case: Case, seen: Seen) -> Miss | None:
         return None
     held, room = memory(case.inputs, plan), case.inputs["capacity"]
     worst = held.index(max(held))
-    return None if held[worst] <= room else Miss(f"at most {room} bytes on every rank",
-                                                 f"{held[worst]} on rank {worst} with {in_words(plan)}")
+    return (
+        None
+        if held[worst] <= room
+        else Miss(f"at most {room} bytes on every rank", f"{held[worst]} on rank {worst} with {in_words(plan)}")
+    )
 
 
 def is_best(case: Case, seen: Seen) -> Miss | None:
     plan, right = chosen(case, seen), best(case.inputs)
     if (miss := fits(case, seen)) is not None or plan is None or right is None or plan == right:
         return miss
-    return Miss(f"{in_words(right)}: {seconds(case.inputs, right):.6g} s, {max(memory(case.inputs, right))} bytes",
-                f"{in_words(plan)}: {seconds(case.inputs, plan):.6g} s, {max(memory(case.inputs, plan))} bytes")
+    return Miss(
+        f"{in_words(right)}: {seconds(case.inputs, right):.6g} s, {max(memory(case.inputs, right))} bytes",
+        f"{in_words(plan)}: {seconds(case.inputs, plan):.6g} s, {max(memory(case.inputs, plan))} bytes",
+    )
 
 
 def tells_what_it_picked(case: Case, seen: Seen) -> Miss | None:
@@ -205,16 +251,33 @@ def refuses(case: Case, seen: Seen) -> Miss | None:
         return None
     least = min(max(memory(case.inputs, plan)) for plan in plans(case.inputs))
     said = str(seen[0].get("refusal") or "")
-    return None if re.search(rf"\b{least}\b", said) else Miss(f"a ValueError that says {least} bytes",
-                                                             short(raised(seen) or "a plan"))
+    return (
+        None
+        if re.search(rf"\b{least}\b", said)
+        else Miss(f"a ValueError that says {least} bytes", short(raised(seen) or "a plan"))
+    )
 
 
 PLANNER = Task(
-    name="plan.planner", lesson=LESSON, function="Planner", title="Build it: a planner for uneven layers", difficulty=4,
-    importance=5, minutes=50, draw=in_turn(planner_case, 6 + len(TIES)), observe=observe_planner, needs_ranks=False,
+    name="plan.planner",
+    lesson=LESSON,
+    function="Planner",
+    title="Build it: a planner for uneven layers",
+    difficulty=4,
+    importance=5,
+    minutes=50,
+    draw=in_turn(planner_case, 6 + len(TIES)),
+    observe=observe_planner,
+    needs_ranks=False,
     essential=("memory", "best"),
-    properties={"memory": Property(3, memory_is), "seconds": Property(2, seconds_are), "fits": Property(1, fits),
-                "best": Property(3, is_best), "refuses": Property(1, refuses),
-                "tells": Property(1, tells_what_it_picked)})
+    properties={
+        "memory": Property(3, memory_is),
+        "seconds": Property(2, seconds_are),
+        "fits": Property(1, fits),
+        "best": Property(3, is_best),
+        "refuses": Property(1, refuses),
+        "tells": Property(1, tells_what_it_picked),
+    },
+)
 
 ALL = (PLANNER,)

@@ -27,14 +27,25 @@ def exactly(actual: float, right: float) -> bool:
 
 # --- plan.memory ---
 
+
 def memory_case(rng: random.Random, place: int) -> dict:
     groups, shared = rng.randrange(2, 12), rng.choice((1, 2, 4, 8))
-    drawn = {"layers": rng.randrange(4, 60), "width": 128 * groups * shared,
-             "intermediate": 64 * rng.randrange(16, 300), "vocabulary": 1000 * rng.randrange(8, 200),
-             "heads": groups * shared, "kv_heads": groups}
-    return {"sizes": drawn if place else SEVEN_BILLION, "gpus": 2 ** rng.randrange(1, 8), "stage": 3 - place % 4,
-            "micro_batch": rng.randrange(1, 9), "sequence": 512 * rng.randrange(1, 17),
-            "checkpointing": place % 4 in (1, 2)}
+    drawn = {
+        "layers": rng.randrange(4, 60),
+        "width": 128 * groups * shared,
+        "intermediate": 64 * rng.randrange(16, 300),
+        "vocabulary": 1000 * rng.randrange(8, 200),
+        "heads": groups * shared,
+        "kv_heads": groups,
+    }
+    return {
+        "sizes": drawn if place else SEVEN_BILLION,
+        "gpus": 2 ** rng.randrange(1, 8),
+        "stage": 3 - place % 4,
+        "micro_batch": rng.randrange(1, 9),
+        "sequence": 512 * rng.randrange(1, 17),
+        "checkpointing": place % 4 in (1, 2),
+    }
 
 
 def observe_memory(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -49,8 +60,10 @@ def memory(case: Case) -> dict[str, float]:
     block = 2 * width**2 + 2 * width * shared_width + 3 * width * inside + 2 * width
     count = layers * block + (2 * words + 1) * width
     shared = [given["gpus"] if given["stage"] >= stage else 1 for stage in (3, 2, 1)]
-    states = {key: count * size / by for key, size, by in zip(("parameters", "gradients", "optimizer"), (2, 2, 12),
-                                                              shared, strict=True)}
+    states = {
+        key: count * size / by
+        for key, size, by in zip(("parameters", "gradients", "optimizer"), (2, 2, 12), shared, strict=True)
+    }
     tokens = given["micro_batch"] * given["sequence"]
     # two norms, inputs of attention and MLP, queries, attention's result with a sum per head, keys and values, the MLP
     kept = (12 + 4 + 2 + 2) * width + 4 * heads + 4 * shared_width + 8 * inside
@@ -70,21 +83,38 @@ def memory_is(*keys: str) -> Rule:
 
 
 MEMORY = Task(
-    name="plan.memory", lesson=LESSON, function="memory_of", title="The memory of a 7B", difficulty=2, importance=5,
-    minutes=25, draw=in_turn(memory_case), observe=observe_memory, needs_ranks=False,
-    properties={"count": Property(1, memory_is("count")),
-                "model states": Property(2, memory_is("parameters", "gradients", "optimizer")),
-                "activations": Property(2, memory_is("activations", "logits"))})
+    name="plan.memory",
+    lesson=LESSON,
+    function="memory_of",
+    title="The memory of a 7B",
+    difficulty=2,
+    importance=5,
+    minutes=25,
+    draw=in_turn(memory_case),
+    observe=observe_memory,
+    needs_ranks=False,
+    properties={
+        "count": Property(1, memory_is("count")),
+        "model states": Property(2, memory_is("parameters", "gradients", "optimizer")),
+        "activations": Property(2, memory_is("activations", "logits")),
+    },
+)
 
 
 # --- plan.all_reduce ---
 
+
 def links_case(rng: random.Random, place: int) -> dict:
-    machines, gpus = [(rng.randrange(2, 9), rng.randrange(2, 9)), (1, rng.randrange(2, 9)),
-                      (rng.randrange(2, 9), 1)][place % 3]
-    return {"size": rng.randrange(1, 4000) * 1_000_000, "machines": machines, "gpus": gpus,
-            "inside": [rng.randrange(2, 6) * 1e-6, rng.randrange(100, 450) * 1e9],
-            "between": [rng.randrange(8, 30) * 1e-6, rng.randrange(5, 50) * 1e9]}
+    machines, gpus = [(rng.randrange(2, 9), rng.randrange(2, 9)), (1, rng.randrange(2, 9)), (rng.randrange(2, 9), 1)][
+        place % 3
+    ]
+    return {
+        "size": rng.randrange(1, 4000) * 1_000_000,
+        "machines": machines,
+        "gpus": gpus,
+        "inside": [rng.randrange(2, 6) * 1e-6, rng.randrange(100, 450) * 1e9],
+        "between": [rng.randrange(8, 30) * 1e-6, rng.randrange(5, 50) * 1e9],
+    }
 
 
 def observe_seconds(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -100,9 +130,10 @@ def all_reduce_seconds(case: Case) -> dict[str, float]:
         return count * (link[0] + part / link[1])
 
     ranks, inside, between = machines * gpus, case.inputs["inside"], case.inputs["between"]
-    return {"ring": steps(2 * (ranks - 1), size / ranks, between if machines > 1 else inside),
-            "by level": (steps(2 * (gpus - 1), size / gpus, inside)
-                         + steps(2 * (machines - 1), size / ranks, between))}
+    return {
+        "ring": steps(2 * (ranks - 1), size / ranks, between if machines > 1 else inside),
+        "by level": (steps(2 * (gpus - 1), size / gpus, inside) + steps(2 * (machines - 1), size / ranks, between)),
+    }
 
 
 def seconds_are(key: str) -> Rule:
@@ -114,9 +145,18 @@ def seconds_are(key: str) -> Rule:
 
 
 ALL_REDUCE = Task(
-    name="plan.all_reduce", lesson=LESSON, function="all_reduce_seconds", title="What an all-reduce takes",
-    difficulty=3, importance=4, minutes=25, draw=in_turn(links_case, 6), observe=observe_seconds, needs_ranks=False,
-    properties={"one ring": Property(2, seconds_are("ring")), "by level": Property(2, seconds_are("by level"))})
+    name="plan.all_reduce",
+    lesson=LESSON,
+    function="all_reduce_seconds",
+    title="What an all-reduce takes",
+    difficulty=3,
+    importance=4,
+    minutes=25,
+    draw=in_turn(links_case, 6),
+    observe=observe_seconds,
+    needs_ranks=False,
+    properties={"one ring": Property(2, seconds_are("ring")), "by level": Property(2, seconds_are("by level"))},
+)
 
 
 # --- plan.search ---
@@ -126,14 +166,23 @@ Layout = tuple[int, int, int]
 
 def layouts(gpus: int) -> list[Layout]:
     """All (data, tensors, stages) whose product is the number of GPUs."""
-    return [(gpus // tensors // stages, tensors, stages) for tensors in range(1, gpus + 1)
-            for stages in range(1, gpus + 1) if gpus % (tensors * stages) == 0]
+    return [
+        (gpus // tensors // stages, tensors, stages)
+        for tensors in range(1, gpus + 1)
+        for stages in range(1, gpus + 1)
+        if gpus % (tensors * stages) == 0
+    ]
 
 
 def legal(given: dict) -> list[Layout]:
     """The layouts that the model and the machines allow."""
-    return [layout for layout in layouts(given["gpus"]) if layout[1] <= given["gpus_per_machine"]
-            and given["heads"] % layout[1] == 0 and given["layers"] % layout[2] == 0]
+    return [
+        layout
+        for layout in layouts(given["gpus"])
+        if layout[1] <= given["gpus_per_machine"]
+        and given["heads"] % layout[1] == 0
+        and given["layers"] % layout[2] == 0
+    ]
 
 
 def name_of(layout: Sequence[int]) -> str:
@@ -145,8 +194,11 @@ def search_case(rng: random.Random, place: int) -> dict:
     is_one_machine = place > 0 and place % 3 == 0  # and the fastest has its tensors over all of it
     gpus = 8 if is_one_machine else 2 ** rng.randrange(3, 6)
     given: dict[str, Any] = {
-        "gpus": gpus, "gpus_per_machine": 8 if is_one_machine else 4, "layers": 4 * rng.choice((3, 6, 10)),
-        "heads": rng.choice((24, 40)) if place % 3 == 0 else 6}
+        "gpus": gpus,
+        "gpus_per_machine": 8 if is_one_machine else 4,
+        "layers": 4 * rng.choice((3, 6, 10)),
+        "heads": rng.choice((24, 40)) if place % 3 == 0 else 6,
+    }
     allowed = legal(given)
     chosen = rng.sample(allowed, 4)
     if is_one_machine:
@@ -181,8 +233,15 @@ def observe_search(function: Callable[..., Any], case: Case, rank: int) -> dict:
         return look_up("step_seconds", layout)
 
     try:
-        choice = function(given["gpus"], given["gpus_per_machine"], given["layers"], given["heads"],
-                          lambda layout: look_up("memory_GiB", layout), seconds, given["capacity_GiB"])
+        choice = function(
+            given["gpus"],
+            given["gpus_per_machine"],
+            given["layers"],
+            given["heads"],
+            lambda layout: look_up("memory_GiB", layout),
+            seconds,
+            given["capacity_GiB"],
+        )
     except ValueError as refusal:
         return {"layout": [], **refused(refusal, function), "asked": asked}
     return {"layout": plain(choice), "refusal": "", "asked": asked}
@@ -228,8 +287,11 @@ def is_simplest(case: Case, seen: Seen) -> Miss | None:
     if (miss := is_fastest(case, seen)) is not None:
         return miss
     layout = one_that_fits(case, seen)
-    return None if layout is None or layout == fitting(case)[0] else Miss(f"{fitting(case)[0]}, as fast and simpler",
-                                                                         f"{layout}")
+    return (
+        None
+        if layout is None or layout == fitting(case)[0]
+        else Miss(f"{fitting(case)[0]}, as fast and simpler", f"{layout}")
+    )
 
 
 def refuses(case: Case, seen: Seen) -> Miss | None:
@@ -237,8 +299,11 @@ def refuses(case: Case, seen: Seen) -> Miss | None:
         return None
     least = min(case.inputs["memory_GiB"][name_of(layout)] for layout in legal(case.inputs))
     said = str(seen[0].get("refusal") or "")
-    return None if re.search(rf"\b{least}\b", said) else Miss(f"a ValueError that says {least} GiB",
-                                                             short(raised(seen) or seen[0].get("layout")))
+    return (
+        None
+        if re.search(rf"\b{least}\b", said)
+        else Miss(f"a ValueError that says {least} GiB", short(raised(seen) or seen[0].get("layout")))
+    )
 
 
 def asks_only_what_fits(case: Case, seen: Seen) -> Miss | None:
@@ -247,15 +312,31 @@ def asks_only_what_fits(case: Case, seen: Seen) -> Miss | None:
     if asked == right:
         return None
     odd = sorted(asked - right)
-    return Miss("the seconds of each layout that fits, and of no other",
-                f"{odd[0]} asked" if odd else f"{sorted(right - asked)[0]} not asked")
+    return Miss(
+        "the seconds of each layout that fits, and of no other",
+        f"{odd[0]} asked" if odd else f"{sorted(right - asked)[0]} not asked",
+    )
 
 
 SEARCH = Task(
-    name="plan.search", lesson=LESSON, function="fastest", title="Search the layouts", difficulty=3, importance=5,
-    minutes=30, draw=in_turn(search_case, 6), observe=observe_search, needs_ranks=False,
+    name="plan.search",
+    lesson=LESSON,
+    function="fastest",
+    title="Search the layouts",
+    difficulty=3,
+    importance=5,
+    minutes=30,
+    draw=in_turn(search_case, 6),
+    observe=observe_search,
+    needs_ranks=False,
     essential=("fits", "fastest"),
-    properties={"fits": Property(2, fits), "fastest": Property(2, is_fastest), "ties": Property(1, is_simplest),
-                "refuses": Property(1, refuses), "asks little": Property(1, asks_only_what_fits)})
+    properties={
+        "fits": Property(2, fits),
+        "fastest": Property(2, is_fastest),
+        "ties": Property(1, is_simplest),
+        "refuses": Property(1, refuses),
+        "asks little": Property(1, asks_only_what_fits),
+    },
+)
 
 ALL = (MEMORY, ALL_REDUCE, SEARCH)

@@ -18,6 +18,7 @@ LESSON = "03_accelerate"
 
 # --- accelerate.rows ---
 
+
 def rows_case(rng: random.Random, place: int) -> dict:
     """In turn: several rounds, less than half of one, a single row, several rounds that are all full."""
     ranks, size = rng.randrange(1 if place % 4 == 0 else 2, 5), rng.randrange(2, 5)
@@ -28,15 +29,20 @@ def rows_case(rng: random.Random, place: int) -> dict:
 
 def observe_rows(function: Callable[..., Any], case: Case, rank: int) -> dict:
     given = case.inputs
-    return {"batches": [plain(function(given["total"], given["batch_size"], r, given["ranks"]))
-                        for r in range(given["ranks"])]}
+    return {
+        "batches": [
+            plain(function(given["total"], given["batch_size"], r, given["ranks"])) for r in range(given["ranks"])
+        ]
+    }
 
 
 def dealt(case: Case, seen: Seen) -> list[list[list[int]]]:
     by_rank = items(seen, 0, "batches", list)
     if len(by_rank) != case.inputs["ranks"] or not all(
-            isinstance(batch, list) and all(type(row) is int and 0 <= row < case.inputs["total"] for row in batch)
-            for batches in by_rank for batch in batches):
+        isinstance(batch, list) and all(type(row) is int and 0 <= row < case.inputs["total"] for row in batch)
+        for batches in by_rank
+        for batch in batches
+    ):
         raise Malformed(Miss("for each rank a list of batches of row numbers", short(by_rank)))
     return by_rank
 
@@ -67,14 +73,27 @@ def all_rows(case: Case, seen: Seen) -> Miss | None:
 
 
 ROWS = Task(
-    name="accelerate.rows", lesson=LESSON, function="my_batches", title="Which rows are mine", difficulty=2,
-    importance=4, minutes=20, draw=in_turn(rows_case, 6), observe=observe_rows, needs_ranks=False,
+    name="accelerate.rows",
+    lesson=LESSON,
+    function="my_batches",
+    title="Which rows are mine",
+    difficulty=2,
+    importance=4,
+    minutes=20,
+    draw=in_turn(rows_case, 6),
+    observe=observe_rows,
+    needs_ranks=False,
     essential=("as Accelerate",),
-    properties={"every row": Property(1, all_rows), "full batches": Property(1, equally_many),
-                "as Accelerate": Property(2, as_accelerate_deals)})
+    properties={
+        "every row": Property(1, all_rows),
+        "full batches": Property(1, equally_many),
+        "as Accelerate": Property(2, as_accelerate_deals),
+    },
+)
 
 
 # --- accelerate.loss ---
+
 
 def loss_case(rng: random.Random, world: int) -> dict:
     counts = [rng.randrange(3, 9) for _ in range(world)]
@@ -95,8 +114,9 @@ def observe_loss(function: Callable[..., Any], case: Case, rank: int) -> dict:
 
 
 def global_mean(case: Case) -> list[float]:
-    total = sum(float((losses * mask).sum()) for losses, mask in zip(case.inputs["losses"], case.inputs["masks"],
-                                                                     strict=True))
+    total = sum(
+        float((losses * mask).sum()) for losses, mask in zip(case.inputs["losses"], case.inputs["masks"], strict=True)
+    )
     return [total / sum(int(mask.sum()) for mask in case.inputs["masks"])] * case.world_size
 
 
@@ -115,13 +135,23 @@ def few_bytes(limit: int) -> Callable[[Case, Seen], Miss | None]:
 
 
 LOSS = Task(
-    name="accelerate.loss", lesson=LESSON, function="mean_loss", title="The mean loss of uneven ranks", difficulty=2,
-    importance=5, minutes=15, draw=each_world(loss_case), observe=observe_loss,
-    own={"losses": entry, "masks": entry}, essential=("mean",),
-    properties={"mean": Property(3, result("mean", global_mean)), "few bytes": Property(1, few_bytes(32))})
+    name="accelerate.loss",
+    lesson=LESSON,
+    function="mean_loss",
+    title="The mean loss of uneven ranks",
+    difficulty=2,
+    importance=5,
+    minutes=15,
+    draw=each_world(loss_case),
+    observe=observe_loss,
+    own={"losses": entry, "masks": entry},
+    essential=("mean",),
+    properties={"mean": Property(3, result("mean", global_mean)), "few bytes": Property(1, few_bytes(32))},
+)
 
 
 # --- accelerate.main_first ---
+
 
 def first_case(rng: random.Random, world: int) -> dict:
     return {"content": rng.randrange(1000)}
@@ -162,11 +192,21 @@ def read_afterwards(case: Case, seen: Seen) -> Miss | None:
 
 
 MAIN_FIRST = Task(
-    name="accelerate.main_first", lesson=LESSON, function="main_first", title="One rank prepares, the others wait",
-    difficulty=2, importance=3, minutes=15, draw=each_world(first_case), observe=observe_first,
+    name="accelerate.main_first",
+    lesson=LESSON,
+    function="main_first",
+    title="One rank prepares, the others wait",
+    difficulty=2,
+    importance=3,
+    minutes=15,
+    draw=each_world(first_case),
+    observe=observe_first,
     essential=("afterwards",),
-    properties={"once": Property(1, prepared_once), "afterwards": Property(2, read_afterwards),
-                "value": Property(1, lambda case, seen: near(seen, "value",
-                                                             [case.inputs["content"]] * case.world_size))})
+    properties={
+        "once": Property(1, prepared_once),
+        "afterwards": Property(2, read_afterwards),
+        "value": Property(1, lambda case, seen: near(seen, "value", [case.inputs["content"]] * case.world_size)),
+    },
+)
 
 ALL = (ROWS, LOSS, MAIN_FIRST)

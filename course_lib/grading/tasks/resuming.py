@@ -112,8 +112,12 @@ class Run:
 
 def resume_case(rng: random.Random) -> dict:
     rows = rng.randrange(4, 6)
-    return {"rows": numbers(rng, rows, 4), "seed": rng.randrange(2**31), "before": rng.randrange(1, rows - 1),
-            "after": rows + rng.randrange(0, 3)}
+    return {
+        "rows": numbers(rng, rows, 4),
+        "seed": rng.randrange(2**31),
+        "before": rng.randrange(1, rows - 1),
+        "after": rows + rng.randrange(0, 3),
+    }
 
 
 @contextmanager
@@ -138,17 +142,27 @@ def stopped(case: Case) -> Run:
 
 def parts_of(run: Run) -> dict[str, bytes]:
     """What a checkpoint has to bring back, by its name for a learner, as bytes."""
-    tensors = {"the model": [*run.model.state_dict().values()], "the optimizer's momentum": run.optimizer.velocity,
-               "the state of torch's generator": [torch.get_rng_state()],
-               "the state of `run.shuffle`": [run.shuffle.get_state()]}
-    numbers_ = {"the learning rate": run.optimizer.rate, "the schedule's steps": run.schedule.steps,
-                "the order of the epoch": run.order, "the place in it": run.place, "the step": run.step,
-                "the state of `random`": random.getstate()}
+    tensors = {
+        "the model": [*run.model.state_dict().values()],
+        "the optimizer's momentum": run.optimizer.velocity,
+        "the state of torch's generator": [torch.get_rng_state()],
+        "the state of `run.shuffle`": [run.shuffle.get_state()],
+    }
+    numbers_ = {
+        "the learning rate": run.optimizer.rate,
+        "the schedule's steps": run.schedule.steps,
+        "the order of the epoch": run.order,
+        "the place in it": run.place,
+        "the step": run.step,
+        "the state of `random`": random.getstate(),
+    }
     state: Any = np.random.get_state()
     _, words, *rest = state
-    return {**{name: b"".join(tensor.detach().numpy().tobytes() for tensor in held) for name, held in tensors.items()},
-            **{name: repr(value).encode() for name, value in numbers_.items()},
-            "the state of `np.random`": words.tobytes() + repr(rest).encode()}
+    return {
+        **{name: b"".join(tensor.detach().numpy().tobytes() for tensor in held) for name, held in tensors.items()},
+        **{name: repr(value).encode() for name, value in numbers_.items()},
+        "the state of `np.random`": words.tobytes() + repr(rest).encode(),
+    }
 
 
 def observe_resume(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -165,8 +179,12 @@ def observe_resume(function: Callable[..., Any], case: Case, rank: int) -> dict:
         function(other, torch.load(file, weights_only=False))
         put_back = parts_of(other)
         other.train(given["after"])
-    return {"other than it was": [part for part, mine in right.items() if put_back[part] != mine],
-            "went on": plain(run.seen[given["before"]:]), "resumed": plain(other.seen), "step": other.step}
+    return {
+        "other than it was": [part for part, mine in right.items() if put_back[part] != mine],
+        "went on": plain(run.seen[given["before"] :]),
+        "resumed": plain(other.seen),
+        "step": other.step,
+    }
 
 
 def rows_due(case: Case) -> list[float]:
@@ -189,7 +207,7 @@ def losses_due(case: Case) -> list[float]:
     with one_thread_and_own_random_numbers():
         run = stopped(case)
         run.train(case.inputs["after"])
-    return [loss for _, _, loss in run.seen[case.inputs["before"]:]]
+    return [loss for _, _, loss in run.seen[case.inputs["before"] :]]
 
 
 def columns(case: Case, seen: Seen, key: str) -> np.ndarray:
@@ -199,8 +217,9 @@ def columns(case: Case, seen: Seen, key: str) -> np.ndarray:
         Malformed: something else.
     """
     steps = items(seen, 0, key, list)
-    if len(steps) != case.inputs["after"] or any(len(step) != 3 or not all(type(one) in (int, float) for one in step)
-                                                 for step in steps):
+    if len(steps) != case.inputs["after"] or any(
+        len(step) != 3 or not all(type(one) in (int, float) for one in step) for step in steps
+    ):
         raise Malformed(Miss(f"{case.inputs['after']} steps of a row, a rate and a loss", short(steps)))
     return np.array(steps, dtype=np.float64)
 
@@ -213,8 +232,11 @@ def goes_on(column: int, what: str, due: Callable[[Case], list[float]]) -> Rule:
         apart = np.flatnonzero(straight != resumed)
         if len(apart):
             at = int(apart[0])
-            return Miss(f"{what} {straight[at]:.9g} in step {at + 1} after the checkpoint", f"{resumed[at]:.9g}",
-                        note=not_put_back(seen))
+            return Miss(
+                f"{what} {straight[at]:.9g} in step {at + 1} after the checkpoint",
+                f"{resumed[at]:.9g}",
+                note=not_put_back(seen),
+            )
         return near([{what: straight}], what, [due(case)])
 
     return rule
@@ -233,11 +255,23 @@ def counts_on(case: Case, seen: Seen) -> Miss | None:
 
 
 RESUME = Task(
-    name="faults.resume", lesson=LESSON, function="checkpoint", title="Go on as if nothing had happened", difficulty=3,
-    importance=5, minutes=35, draw=alone(resume_case, 2), observe=observe_resume, needs_ranks=False,
+    name="faults.resume",
+    lesson=LESSON,
+    function="checkpoint",
+    title="Go on as if nothing had happened",
+    difficulty=3,
+    importance=5,
+    minutes=35,
+    draw=alone(resume_case, 2),
+    observe=observe_resume,
+    needs_ranks=False,
     essential=("losses",),
-    properties={"rows": Property(1, goes_on(0, "row", rows_due)),
-                "rates": Property(1, goes_on(1, "learning rate", rates_due)),
-                "losses": Property(3, goes_on(2, "loss", losses_due)), "steps": Property(1, counts_on)})
+    properties={
+        "rows": Property(1, goes_on(0, "row", rows_due)),
+        "rates": Property(1, goes_on(1, "learning rate", rates_due)),
+        "losses": Property(3, goes_on(2, "loss", losses_due)),
+        "steps": Property(1, counts_on),
+    },
+)
 
 ALL = (RESUME,)

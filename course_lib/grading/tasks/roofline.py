@@ -16,12 +16,15 @@ ADAMW = [["m", "m", "g"], ["v", "v", "g"], ["d", "v"], ["u", "m", "d"], ["w", "w
 
 # --- roofline.bounds ---
 
+
 def chain(rng: random.Random) -> dict:
     """AdamW, or pointwise operators on any tensors, some of which are written twice or read twice by one operator."""
     if rng.random() < 0.25:
         return {"steps": ADAMW, "keep": ["w", "m", "v"]}
-    steps = [[rng.choice("abcde"), *(rng.choice("abcde") for _ in range(rng.randrange(1, 4)))]
-             for _ in range(rng.randrange(2, 6))]
+    steps = [
+        [rng.choice("abcde"), *(rng.choice("abcde") for _ in range(rng.randrange(1, 4)))]
+        for _ in range(rng.randrange(2, 6))
+    ]
     steps.append([steps[-1][0], steps[-1][0], steps[-1][0]])
     written = list(dict.fromkeys(step[0] for step in steps))
     return {"steps": steps, "keep": sorted(rng.sample(written, rng.randrange(1, len(written) + 1)))}
@@ -39,8 +42,14 @@ def operator(rng: random.Random, kind: str, small: bool) -> dict:
         return about | {"elements": elements} | chain(rng) | {"fused": rng.random() < 0.5}
     kv_heads = rng.randrange(1, 4)
     tokens, width = (rng.randrange(1, 4), 2) if small else (rng.randrange(16, 800), rng.randrange(8, 100))
-    return about | {"batch": rng.randrange(1, 5), "heads": kv_heads * rng.choice((1, 2, 4)), "kv_heads": kv_heads,
-                    "tokens": tokens, "width": width, "fused": rng.random() < 0.5}
+    return about | {
+        "batch": rng.randrange(1, 5),
+        "heads": kv_heads * rng.choice((1, 2, 4)),
+        "kv_heads": kv_heads,
+        "tokens": tokens,
+        "width": width,
+        "fused": rng.random() < 0.5,
+    }
 
 
 def bounds_case(rng: random.Random, place: int) -> dict:
@@ -54,9 +63,15 @@ def bounds_case(rng: random.Random, place: int) -> dict:
     rng.shuffle(operators)
     memory = rng.uniform(1e10, 1e11)
     rate = memory * rng.uniform(20, 40)
-    return {"operators": operators, "seconds": rng.uniform(0.05, 0.2), "peaks": {
-        "flops": {"float32": rate, "bfloat16": rate * rng.uniform(2, 4), "float8_e4m3fn": rate * rng.uniform(5, 8)},
-        "memory": memory, "launch": rng.uniform(2e-6, 1e-5)}}
+    return {
+        "operators": operators,
+        "seconds": rng.uniform(0.05, 0.2),
+        "peaks": {
+            "flops": {"float32": rate, "bfloat16": rate * rng.uniform(2, 4), "float8_e4m3fn": rate * rng.uniform(5, 8)},
+            "memory": memory,
+            "launch": rng.uniform(2e-6, 1e-5),
+        },
+    }
 
 
 def observe_bounds(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -74,17 +89,25 @@ def kernels_of(about: dict) -> list[tuple[int, int, int]]:
         size, steps = about["elements"], about["steps"]
         if not about["fused"]:
             return [(size, size * (len(set(inputs)) + 1), 0) for _, *inputs in steps]
-        read = {name for place, (_, *inputs) in enumerate(steps) for name in inputs
-                if name not in {output for output, *_ in steps[:place]}}
+        read = {
+            name
+            for place, (_, *inputs) in enumerate(steps)
+            for name in inputs
+            if name not in {output for output, *_ in steps[:place]}
+        }
         return [(size * len(steps), size * (len(read) + len(about["keep"])), 0)]
     scores = about["batch"] * about["heads"] * about["tokens"] ** 2
-    queries, keys = (about["batch"] * about[heads] * about["tokens"] * about["width"] for heads in (
-        "heads", "kv_heads"))
+    queries, keys = (
+        about["batch"] * about[heads] * about["tokens"] * about["width"] for heads in ("heads", "kv_heads")
+    )
     product = 2 * scores * about["width"]
     if about["fused"]:
         return [(2 * product, 2 * queries + 2 * keys, 2 * product)]
-    return [(product, queries + keys + scores, product), (scores, 2 * scores, 0),
-            (product, scores + keys + queries, product)]
+    return [
+        (product, queries + keys + scores, product),
+        (scores, 2 * scores, 0),
+        (product, scores + keys + queries, product),
+    ]
 
 
 def by_hand(case: Case) -> tuple[list[tuple[int, int, float, str]], float, float]:
@@ -93,8 +116,11 @@ def by_hand(case: Case) -> tuple[list[tuple[int, int, float, str]], float, float
     for about in case.inputs["operators"]:
         for flops, elements, products in kernels_of(about):
             size = elements * SIZES[about["dtype"]]
-            seconds, roof = max((flops / peaks["flops"][about["dtype"]], "compute"), (size / peaks["memory"], "memory"),
-                                (peaks["launch"], "launch"))
+            seconds, roof = max(
+                (flops / peaks["flops"][about["dtype"]], "compute"),
+                (size / peaks["memory"], "memory"),
+                (peaks["launch"], "launch"),
+            )
             rows.append((flops, size, seconds, roof))
             model += products * (not about["again"])
     return rows, sum(row[2] for row in rows), model / case.inputs["seconds"] / max(peaks["flops"].values())
@@ -152,10 +178,23 @@ def utilization(case: Case, seen: Seen) -> Miss | None:
 
 
 BOUNDS = Task(
-    name="roofline.bounds", lesson=LESSON, function="lower_bounds", title="Under which roof?", difficulty=2,
-    importance=5, minutes=30, draw=in_turn(bounds_case, 5), observe=observe_bounds, needs_ranks=False,
+    name="roofline.bounds",
+    lesson=LESSON,
+    function="lower_bounds",
+    title="Under which roof?",
+    difficulty=2,
+    importance=5,
+    minutes=30,
+    draw=in_turn(bounds_case, 5),
+    observe=observe_bounds,
+    needs_ranks=False,
     essential=("bytes", "roofs"),
-    properties={"FLOPs": Property(1, column(0, "FLOPs")), "bytes": Property(3, column(1, "bytes")),
-                "roofs": Property(2, roofs), "MFU": Property(1, utilization)})
+    properties={
+        "FLOPs": Property(1, column(0, "FLOPs")),
+        "bytes": Property(3, column(1, "bytes")),
+        "roofs": Property(2, roofs),
+        "MFU": Property(1, utilization),
+    },
+)
 
 ALL = (BOUNDS,)

@@ -62,15 +62,29 @@ class SyncedFolder:
 
 def job_case(rng: random.Random, place: int) -> dict:
     """A config of all that JSON knows; in every third a value is too long, in another third no machine has a GPU."""
-    config = {"model": rng.choice(("tiny-bert", "true", "7")), "learning_rate": rng.randrange(1, 99) / 1e6,
-              "max_steps": rng.randrange(8, 999), "bf16": bool(place % 2), "text_column": None, "note": "",
-              "warmup": float(rng.randrange(1, 5)), "version": "1e-3", "labels": ["0", 1, rng.choice(("ä", "é"))],
-              "fsdp": {"reshard": not place % 2, "units": rng.randrange(9)}}
+    config = {
+        "model": rng.choice(("tiny-bert", "true", "7")),
+        "learning_rate": rng.randrange(1, 99) / 1e6,
+        "max_steps": rng.randrange(8, 999),
+        "bf16": bool(place % 2),
+        "text_column": None,
+        "note": "",
+        "warmup": float(rng.randrange(1, 5)),
+        "version": "1e-3",
+        "labels": ["0", 1, rng.choice(("ä", "é"))],
+        "fsdp": {"reshard": not place % 2, "units": rng.randrange(9)},
+    }
     hosts = [f"algo-{number}" for number in rng.sample(range(1, 13), rng.randrange(2, 5) if place else 1)]
     every = rng.randrange(2, 5)
-    return {"config": config, "too_long": "x" * (LONGEST - 1) if place % 3 == 2 else None,
-            "just_fits": "x" * (LONGEST - 2) if place % 3 == 1 else None, "hosts": hosts,
-            "gpus": (0, 1, 8)[place % 3], "every": every, "last": 3 * every + rng.randrange(1, every)}
+    return {
+        "config": config,
+        "too_long": "x" * (LONGEST - 1) if place % 3 == 2 else None,
+        "just_fits": "x" * (LONGEST - 2) if place % 3 == 1 else None,
+        "hosts": hosts,
+        "gpus": (0, 1, 8)[place % 3],
+        "every": every,
+        "last": 3 * every + rng.randrange(1, every),
+    }
 
 
 def train_one(step: int, state: dict[str, list[float]] | None, log: list[int], stop: int | None = None) -> dict:
@@ -83,14 +97,16 @@ def train_one(step: int, state: dict[str, list[float]] | None, log: list[int], s
     return {"model": [w - 0.3 * m for w, m in zip(model, momentum, strict=True)], "optimizer": momentum}
 
 
-def ran(job: Any, case: Case, files: dict[str, str], cut: int | None = None, stop: int | None = None
-        ) -> tuple[SyncedFolder, list[int], Any]:
+def ran(
+    job: Any, case: Case, files: dict[str, str], cut: int | None = None, stop: int | None = None
+) -> tuple[SyncedFolder, list[int], Any]:
     """A job until it has ended or was interrupted: what is left, the steps it did, and what `run` returned."""
     folder, state = SyncedFolder(files, cut), None
     log: list[int] = []
     with suppress(Interrupted):
-        state = job.run(folder, lambda step, state: train_one(step, state, log, stop), case.inputs["last"],
-                        case.inputs["every"])
+        state = job.run(
+            folder, lambda step, state: train_one(step, state, log, stop), case.inputs["last"], case.inputs["every"]
+        )
     return folder, log, state
 
 
@@ -98,8 +114,11 @@ def observe_job(function: Callable[..., Any], case: Case, rank: int) -> dict:
     given = case.inputs
     config = {**given["config"], **({"long": given["just_fits"]} if given["just_fits"] else {})}
     texts = function(dict(config)).hyperparameters()
-    seen: dict[str, Any] = {"texts": plain(texts), "types": sorted({type(text).__name__ for text in texts.values()}),
-                            "refused": ""}
+    seen: dict[str, Any] = {
+        "texts": plain(texts),
+        "types": sorted({type(text).__name__ for text in texts.values()}),
+        "refused": "",
+    }
     back = function.inside(dict(texts)).config  # type: ignore[attr-defined]
     seen["config"] = repr(sorted(back.items()))
     if given["too_long"]:
@@ -108,8 +127,9 @@ def observe_job(function: Callable[..., Any], case: Case, rank: int) -> dict:
         except ValueError as refusal:
             seen["refused"] = own_code.told(refusal, own_code.file_of(function))
     container = {"SM_HOSTS": str(given["hosts"]).replace("'", '"'), "SM_NUM_GPUS": str(given["gpus"])}
-    seen["environment"] = [plain(function(config).environment({**container, "SM_CURRENT_HOST": host}))
-                           for host in given["hosts"]]
+    seen["environment"] = [
+        plain(function(config).environment({**container, "SM_CURRENT_HOST": host})) for host in given["hosts"]
+    ]
     whole, steps, state = ran(function(config), case, {})
     seen.update({"steps": steps, "state": plain(state), "left": len({path.split("/")[0] for path in whole.list()})})
     _, again, same = ran(function(config), case, whole.files)
@@ -141,8 +161,10 @@ def comes_back(case: Case, seen: Seen) -> Miss | None:
     if back == right:
         return None
     at = next((i for i, (a, b) in enumerate(zip(back, right, strict=False)) if a != b), min(len(back), len(right)))
-    return Miss(f"in the job the config as it was, `{short(right[max(0, at - 20):at + 30])}`",
-                f"`{short(back[max(0, at - 20):at + 30])}`")
+    return Miss(
+        f"in the job the config as it was, `{short(right[max(0, at - 20) : at + 30])}`",
+        f"`{short(back[max(0, at - 20) : at + 30])}`",
+    )
 
 
 def are_texts(case: Case, seen: Seen) -> Miss | None:
@@ -150,8 +172,10 @@ def are_texts(case: Case, seen: Seen) -> Miss | None:
     if not isinstance(texts, dict) or set(texts) != set(config_due(case)) or seen[0].get("types") != ["str"]:
         return Miss(f"a text for each of {len(config_due(case))} names", short(seen[0].get("types")))
     if case.inputs["too_long"] and "essay" not in str(seen[0].get("refused")):
-        return Miss(f"a ValueError that names `essay`, of more than {LONGEST} characters",
-                    short(seen[0].get("refused") or "none"))
+        return Miss(
+            f"a ValueError that names `essay`, of more than {LONGEST} characters",
+            short(seen[0].get("refused") or "none"),
+        )
     return None
 
 
@@ -161,8 +185,13 @@ def ranks_are(case: Case, seen: Seen) -> Miss | None:
     if len(made) != len(hosts):
         return Miss(f"the environment of {len(hosts)} machines", f"of {len(made)}")
     for place, (host, mine) in enumerate(zip(hosts, made, strict=True)):
-        right = {"MASTER_ADDR": hosts[0], "NNODES": str(len(hosts)), "NODE_RANK": str(place),
-                 "NPROC_PER_NODE": str(each), "WORLD_SIZE": str(each * len(hosts))}
+        right = {
+            "MASTER_ADDR": hosts[0],
+            "NNODES": str(len(hosts)),
+            "NODE_RANK": str(place),
+            "NPROC_PER_NODE": str(each),
+            "WORLD_SIZE": str(each * len(hosts)),
+        }
         for name, value in right.items():
             if mine.get(name) != value or type(mine.get(name)) is not str:
                 return Miss(f"{name} {value!r} on {host} of {hosts}", repr(mine.get(name))[:60])
@@ -207,8 +236,11 @@ def resumes(case: Case, seen: Seen) -> Miss | None:
 
 def refuses_another(case: Case, seen: Seen) -> Miss | None:
     trains_it = trains(case, seen)
-    return None if seen[0].get("other") and trains_it is None else Miss(
-        "a ValueError: the folder's checkpoints are of another config", "no refusal")
+    return (
+        None
+        if seen[0].get("other") and trains_it is None
+        else Miss("a ValueError: the folder's checkpoints are of another config", "no refusal")
+    )
 
 
 def keeps_few(case: Case, seen: Seen) -> Miss | None:
@@ -219,11 +251,26 @@ def keeps_few(case: Case, seen: Seen) -> Miss | None:
 
 
 SPOT_JOB = Task(
-    name="cloud.job", lesson=LESSON, function="SpotJob", title="Build it: a job that comes back", difficulty=4,
-    importance=5, minutes=50, draw=in_turn(job_case, 4), observe=observe_job, needs_ranks=False,
+    name="cloud.job",
+    lesson=LESSON,
+    function="SpotJob",
+    title="Build it: a job that comes back",
+    difficulty=4,
+    importance=5,
+    minutes=50,
+    draw=in_turn(job_case, 4),
+    observe=observe_job,
+    needs_ranks=False,
     essential=("config", "resumes"),
-    properties={"config": Property(2, comes_back), "texts": Property(1, are_texts),
-                "environment": Property(2, ranks_are), "trains": Property(1, trains), "resumes": Property(4, resumes),
-                "another's": Property(1, refuses_another), "keeps few": Property(1, keeps_few)})
+    properties={
+        "config": Property(2, comes_back),
+        "texts": Property(1, are_texts),
+        "environment": Property(2, ranks_are),
+        "trains": Property(1, trains),
+        "resumes": Property(4, resumes),
+        "another's": Property(1, refuses_another),
+        "keeps few": Property(1, keeps_few),
+    },
+)
 
 ALL = (SPOT_JOB,)

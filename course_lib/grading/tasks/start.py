@@ -18,11 +18,16 @@ LESSON = "00_start_here"
 
 # --- start.environment ---
 
+
 def environment_case(rng: random.Random, place: int) -> dict:
     machines = 1 if place == 0 else rng.randrange(2, 5)
-    return {"machine": 0 if place == 0 else rng.randrange(1, machines), "machines": machines,
-            "per_machine": rng.randrange(2, 5), "address": f"10.0.{rng.randrange(256)}.{rng.randrange(1, 255)}",
-            "port": rng.randrange(20000, 60000)}
+    return {
+        "machine": 0 if place == 0 else rng.randrange(1, machines),
+        "machines": machines,
+        "per_machine": rng.randrange(2, 5),
+        "address": f"10.0.{rng.randrange(256)}.{rng.randrange(1, 255)}",
+        "port": rng.randrange(20000, 60000),
+    }
 
 
 def observe_environment(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -43,28 +48,46 @@ def variables(*names: str) -> Callable[[Case, Seen], Miss | None]:
     def rule(case: Case, seen: Seen) -> Miss | None:
         given = case.inputs
         for local, environment in enumerate(told(case, seen)):
-            right = {"RANK": given["machine"] * given["per_machine"] + local, "LOCAL_RANK": local,
-                     "WORLD_SIZE": given["machines"] * given["per_machine"], "MASTER_ADDR": given["address"],
-                     "MASTER_PORT": given["port"]}
+            right = {
+                "RANK": given["machine"] * given["per_machine"] + local,
+                "LOCAL_RANK": local,
+                "WORLD_SIZE": given["machines"] * given["per_machine"],
+                "MASTER_ADDR": given["address"],
+                "MASTER_PORT": given["port"],
+            }
             for name in names:
                 if environment.get(name) != str(right[name]):
-                    return Miss(f"{name}={str(right[name])!r} for process {local} of machine {given['machine']} of "
-                                f"{given['machines']}, each with {given['per_machine']}",
-                                short(repr(environment.get(name, "nothing"))))
+                    return Miss(
+                        f"{name}={str(right[name])!r} for process {local} of machine {given['machine']} of "
+                        f"{given['machines']}, each with {given['per_machine']}",
+                        short(repr(environment.get(name, "nothing"))),
+                    )
         return None
 
     return rule
 
 
 ENVIRONMENT = Task(
-    name="start.environment", lesson=LESSON, function="environments", title="What a launcher tells its processes",
-    difficulty=1, importance=4, minutes=10, draw=in_turn(environment_case, 5), observe=observe_environment,
-    needs_ranks=False, essential=("numbers",),
-    properties={"numbers": Property(2, variables("RANK", "LOCAL_RANK", "WORLD_SIZE")),
-                "address": Property(1, variables("MASTER_ADDR", "MASTER_PORT"))})
+    name="start.environment",
+    lesson=LESSON,
+    function="environments",
+    title="What a launcher tells its processes",
+    difficulty=1,
+    importance=4,
+    minutes=10,
+    draw=in_turn(environment_case, 5),
+    observe=observe_environment,
+    needs_ranks=False,
+    essential=("numbers",),
+    properties={
+        "numbers": Property(2, variables("RANK", "LOCAL_RANK", "WORLD_SIZE")),
+        "address": Property(1, variables("MASTER_ADDR", "MASTER_PORT")),
+    },
+)
 
 
 # --- start.broadcast ---
+
 
 def broadcast_case(rng: random.Random, world: int) -> dict:
     """What the others hold has infinities, both NaN and an infinity, or whole numbers that float32 does not hold."""
@@ -98,10 +121,19 @@ def one_all_reduce(case: Case, seen: Seen) -> Miss | None:
 
 
 BROADCAST = Task(
-    name="start.broadcast", lesson=LESSON, function="from_rank_0", title="A broadcast, by an all-reduce",
-    difficulty=2, importance=3, minutes=15, draw=each_world(broadcast_case), observe=observe_broadcast,
-    own={"tensors": entry}, essential=("value", "one all-reduce"),
-    properties={"value": Property(2, heard_right), "one all-reduce": Property(1, one_all_reduce)})
+    name="start.broadcast",
+    lesson=LESSON,
+    function="from_rank_0",
+    title="A broadcast, by an all-reduce",
+    difficulty=2,
+    importance=3,
+    minutes=15,
+    draw=each_world(broadcast_case),
+    observe=observe_broadcast,
+    own={"tensors": entry},
+    essential=("value", "one all-reduce"),
+    properties={"value": Property(2, heard_right), "one all-reduce": Property(1, one_all_reduce)},
+)
 
 
 # --- start.one_model ---
@@ -130,8 +162,9 @@ def model_case(rng: random.Random, world: int, kind: int) -> dict:
 
 def model_cases(rng: random.Random, worlds: tuple[int, ...] = (1, 2, 3)) -> list[Case]:
     """All kinds on each number of ranks."""
-    return [Case(world, model_case(rng, world, kind)) for world in worlds
-            for kind in ((ALIKE,) if world == 1 else KINDS)]
+    return [
+        Case(world, model_case(rng, world, kind)) for world in worlds for kind in ((ALIKE,) if world == 1 else KINDS)
+    ]
 
 
 def observe_model(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -147,10 +180,21 @@ def alike(case: Case) -> list[bool]:
 
 
 ONE_MODEL = Task(
-    name="start.one_model", lesson=LESSON, function="one_model", title="Do all ranks hold the same model?",
-    difficulty=3, importance=5, minutes=25, draw=model_cases, observe=observe_model, own={"weights": entry},
+    name="start.one_model",
+    lesson=LESSON,
+    function="one_model",
+    title="Do all ranks hold the same model?",
+    difficulty=3,
+    importance=5,
+    minutes=25,
+    draw=model_cases,
+    observe=observe_model,
+    own={"weights": entry},
     essential=("verdict",),
-    properties={"verdict": Property(3, lambda case, seen: same(seen, "verdict", alike(case))),
-                "few bytes": Property(1, few_bytes(64))})
+    properties={
+        "verdict": Property(3, lambda case, seen: same(seen, "verdict", alike(case))),
+        "few bytes": Property(1, few_bytes(64)),
+    },
+)
 
 ALL = (ENVIRONMENT, BROADCAST, ONE_MODEL)

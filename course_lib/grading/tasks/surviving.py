@@ -98,12 +98,17 @@ class Disk:
 
 def saving_case(rng: random.Random, place: int) -> dict:
     """Three checkpoints of one or more files; the third number of files differs from the others."""
+
     def parts(count: int) -> dict[str, str]:
         return {f"rank{i}.pt": "".join(rng.choices("0123456789abcdef", k=rng.randrange(8, 40))) for i in range(count)}
 
     steps = sorted(rng.sample(range(5, 200), 3))
-    return {"steps": steps, "parts": [parts(place % 3 + 1) for _ in steps], "keep": place % 2 + 1,
-            "seed": rng.randrange(10**6)}
+    return {
+        "steps": steps,
+        "parts": [parts(place % 3 + 1) for _ in steps],
+        "keep": place % 2 + 1,
+        "seed": rng.randrange(10**6),
+    }
 
 
 def saved(function: Callable[..., Any], case: Case, disk: Disk) -> int:
@@ -126,8 +131,10 @@ def read_back(function: Callable[..., Any], case: Case, disk: Disk) -> list[Any]
         return [None, True]
     step, files = newest
     wanted = dict(zip(case.inputs["steps"], case.inputs["parts"], strict=True)).get(step, {})
-    return [plain(step), {name: bytes(data) for name, data in files.items()}
-            == {name: text.encode() for name, text in wanted.items()}]
+    return [
+        plain(step),
+        {name: bytes(data) for name, data in files.items()} == {name: text.encode() for name, text in wanted.items()},
+    ]
 
 
 def observe_saving(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -166,11 +173,14 @@ def survives(case: Case, seen: Seen) -> Miss | None:
     if not cuts or not all(len(cut) == 5 and type(cut[0]) is int and 0 <= cut[0] < len(steps) for cut in cuts):
         raise Malformed(Miss("power cuts, and what was found after each", short(cuts)))
     for number_, (done, step, whole, *_) in enumerate(cuts):
-        allowed = steps[done: done + 2]
+        allowed = steps[done : done + 2]
         if step not in allowed or whole is not True:
             found = f"step {step}" + ("" if whole is True else " with other files than were saved")
-            return Miss(f"step {' or '.join(map(str, allowed))} after a power cut in operation {number_ // 3 + 1}, "
-                        f"when {done} saves had returned", found)
+            return Miss(
+                f"step {' or '.join(map(str, allowed))} after a power cut in operation {number_ // 3 + 1}, "
+                f"when {done} saves had returned",
+                found,
+            )
     return None
 
 
@@ -179,14 +189,16 @@ def goes_on(case: Case, seen: Seen) -> Miss | None:
     last, cuts = case.inputs["steps"][-1], items(seen, 0, "cuts", list)
     bad = next((number_ for number_, cut in enumerate(cuts) if cut[3:] != [last, True]), None)
     if not cuts or bad is not None:
-        return Miss(f"step {last}, saved after the power cut in operation {(bad or 0) // 3 + 1}",
-                    short(cuts[bad][3:] if bad is not None else "no power cuts"))
+        return Miss(
+            f"step {last}, saved after the power cut in operation {(bad or 0) // 3 + 1}",
+            short(cuts[bad][3:] if bad is not None else "no power cuts"),
+        )
     return None
 
 
 def notices_damage(case: Case, seen: Seen) -> Miss | None:
     """Where a file was damaged, an older checkpoint that is whole, or none; never other files than were saved."""
-    last_of = case.inputs["steps"][-min(case.inputs["keep"], 3):]
+    last_of = case.inputs["steps"][-min(case.inputs["keep"], 3) :]
     damaged = items(seen, 0, "damaged", list)
     for number_, found in enumerate(damaged):
         files = items(seen, 0, "files", str)
@@ -198,18 +210,32 @@ def notices_damage(case: Case, seen: Seen) -> Miss | None:
 
 def keeps_few(case: Case, seen: Seen) -> Miss | None:
     """As many files as the kept checkpoints need, and one more for each."""
-    kept = case.inputs["parts"][-case.inputs["keep"]:]
+    kept = case.inputs["parts"][-case.inputs["keep"] :]
     limit, files = sum(len(parts) + 1 for parts in kept), items(seen, 0, "files", str)
-    return None if 0 < len(files) <= limit else Miss(f"at most {limit} files at the end",
-                                                     f"{len(files)}: {short(files)}")
+    return (
+        None if 0 < len(files) <= limit else Miss(f"at most {limit} files at the end", f"{len(files)}: {short(files)}")
+    )
 
 
 SAVING = Task(
-    name="faults.checkpoint", lesson=LESSON, function="Checkpoints", title="Build it: a checkpoint that survives",
-    difficulty=4, importance=5, minutes=45, draw=in_turn(saving_case, 4), observe=observe_saving, needs_ranks=False,
+    name="faults.checkpoint",
+    lesson=LESSON,
+    function="Checkpoints",
+    title="Build it: a checkpoint that survives",
+    difficulty=4,
+    importance=5,
+    minutes=45,
+    draw=in_turn(saving_case, 4),
+    observe=observe_saving,
+    needs_ranks=False,
     essential=("finds the last", "survives"),
-    properties={"finds the last": Property(1, finds_the_last), "survives": Property(4, survives),
-                "goes on": Property(1, goes_on), "notices damage": Property(2, notices_damage),
-                "keeps few": Property(1, keeps_few)})
+    properties={
+        "finds the last": Property(1, finds_the_last),
+        "survives": Property(4, survives),
+        "goes on": Property(1, goes_on),
+        "notices damage": Property(2, notices_damage),
+        "keeps few": Property(1, keeps_few),
+    },
+)
 
 ALL = (SAVING,)

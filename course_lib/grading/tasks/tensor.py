@@ -19,6 +19,7 @@ LESSON = "08_tensor_and_hybrid"
 
 # --- tensor.mlp ---
 
+
 def mlp_case(rng: random.Random, world: int) -> dict:
     width, hidden = rng.randrange(2, 5), world * rng.randrange(1, 4)
     return {"x": numbers(rng, 3, width), "up": numbers(rng, hidden, width), "down": numbers(rng, width, hidden)}
@@ -32,22 +33,34 @@ def observe_mlp(function: Callable[..., Any], case: Case, rank: int) -> dict:
         output = function(x, up, down)
         record.note("backward")
         output.square().sum().backward()
-    return {"output": plain(output), "x": plain(x.grad), "up": plain(up.grad), "down": plain(down.grad),
-            "events": record.events}
+    return {
+        "output": plain(output),
+        "x": plain(x.grad),
+        "up": plain(up.grad),
+        "down": plain(down.grad),
+        "events": record.events,
+    }
 
 
 def by_one(case: Case) -> dict[str, np.ndarray]:
     x, up, down = (torch.from_numpy(case.inputs[key].copy()).requires_grad_() for key in ("x", "up", "down"))
     output = torch.tanh(x @ up.T) @ down.T
     output.square().sum().backward()
-    return {"output": output.detach().numpy(), **{name: leaf.grad.numpy() for name, leaf in zip(
-        ("x", "up", "down"), (x, up, down), strict=True) if leaf.grad is not None}}
+    return {
+        "output": output.detach().numpy(),
+        **{
+            name: leaf.grad.numpy()
+            for name, leaf in zip(("x", "up", "down"), (x, up, down), strict=True)
+            if leaf.grad is not None
+        },
+    }
 
 
 def pieces_right(case: Case, seen: Seen) -> Miss | None:
     whole_gradients = by_one(case)
-    return (result("up", lambda case: np.split(whole_gradients["up"], case.world_size))(case, seen)
-            or result("down", lambda case: np.split(whole_gradients["down"], case.world_size, axis=1))(case, seen))
+    return result("up", lambda case: np.split(whole_gradients["up"], case.world_size))(case, seen) or result(
+        "down", lambda case: np.split(whole_gradients["down"], case.world_size, axis=1)
+    )(case, seen)
 
 
 def one_each_way(case: Case, seen: Seen) -> Miss | None:
@@ -61,22 +74,36 @@ def one_each_way(case: Case, seen: Seen) -> Miss | None:
 
 
 MLP = Task(
-    name="tensor.mlp", lesson=LESSON, function="split_mlp", title="Columns, then rows", difficulty=4, importance=5,
-    minutes=35, draw=each_world(mlp_case), observe=observe_mlp,
-    own={"up": along(0), "down": along(1)}, essential=("output", "gradient of x"),
-    properties={"output": Property(2, result("output", lambda case: [by_one(case)["output"]] * case.world_size)),
-                "gradient of x": Property(2, result("x", lambda case: [by_one(case)["x"]] * case.world_size)),
-                "gradients of the pieces": Property(1, pieces_right),
-                "one all-reduce each way": Property(2, one_each_way)})
+    name="tensor.mlp",
+    lesson=LESSON,
+    function="split_mlp",
+    title="Columns, then rows",
+    difficulty=4,
+    importance=5,
+    minutes=35,
+    draw=each_world(mlp_case),
+    observe=observe_mlp,
+    own={"up": along(0), "down": along(1)},
+    essential=("output", "gradient of x"),
+    properties={
+        "output": Property(2, result("output", lambda case: [by_one(case)["output"]] * case.world_size)),
+        "gradient of x": Property(2, result("x", lambda case: [by_one(case)["x"]] * case.world_size)),
+        "gradients of the pieces": Property(1, pieces_right),
+        "one all-reduce each way": Property(2, one_each_way),
+    },
+)
 
 
 # --- tensor.embedding ---
 
+
 def embedding_case(rng: random.Random, world: int) -> dict:
     """On an even number of ranks the first has all rows that are asked for."""
     own = rng.randrange(2, 5)
-    return {"table": numbers(rng, world * own, rng.randrange(2, 5)),
-            "ids": whole(rng, 0, own if world % 2 == 0 else world * own, 2, 6)}
+    return {
+        "table": numbers(rng, world * own, rng.randrange(2, 5)),
+        "ids": whole(rng, 0, own if world % 2 == 0 else world * own, 2, 6),
+    }
 
 
 def observe_embedding(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -95,15 +122,28 @@ def no_table_sent(case: Case, seen: Seen) -> Miss | None:
 
 
 EMBEDDING = Task(
-    name="tensor.embedding", lesson=LESSON, function="split_embedding", title="A table that nobody has whole",
-    difficulty=2, importance=3, minutes=15, draw=each_world(embedding_case), observe=observe_embedding,
-    own={"table": along(0)}, essential=("vectors", "one all-reduce"),
-    properties={"vectors": Property(3, result("vectors", lambda case: [case.inputs["table"][case.inputs["ids"]]]
-                                              * case.world_size)),
-                "one all-reduce": Property(1, no_table_sent)})
+    name="tensor.embedding",
+    lesson=LESSON,
+    function="split_embedding",
+    title="A table that nobody has whole",
+    difficulty=2,
+    importance=3,
+    minutes=15,
+    draw=each_world(embedding_case),
+    observe=observe_embedding,
+    own={"table": along(0)},
+    essential=("vectors", "one all-reduce"),
+    properties={
+        "vectors": Property(
+            3, result("vectors", lambda case: [case.inputs["table"][case.inputs["ids"]]] * case.world_size)
+        ),
+        "one all-reduce": Property(1, no_table_sent),
+    },
+)
 
 
 # --- tensor.cross_entropy ---
+
 
 def entropy_case(rng: random.Random, world: int) -> dict:
     """On an even number of ranks the first has all targets."""
@@ -148,14 +188,27 @@ def three_numbers_per_row(case: Case, seen: Seen) -> Miss | None:
 
 
 CROSS_ENTROPY = Task(
-    name="tensor.cross_entropy", lesson=LESSON, function="split_cross_entropy", title="A loss from split logits",
-    difficulty=4, importance=4, minutes=35, draw=draw_entropy, observe=observe_entropy,
-    own={"logits": along(1)}, essential=("loss", "bytes"),
-    properties={"loss": Property(3, right_for_small), "large logits": Property(1, result("loss", entropy)),
-                "bytes": Property(2, three_numbers_per_row)})
+    name="tensor.cross_entropy",
+    lesson=LESSON,
+    function="split_cross_entropy",
+    title="A loss from split logits",
+    difficulty=4,
+    importance=4,
+    minutes=35,
+    draw=draw_entropy,
+    observe=observe_entropy,
+    own={"logits": along(1)},
+    essential=("loss", "bytes"),
+    properties={
+        "loss": Property(3, right_for_small),
+        "large logits": Property(1, result("loss", entropy)),
+        "bytes": Property(2, three_numbers_per_row),
+    },
+)
 
 
 # --- tensor.grid ---
+
 
 def grid_case(rng: random.Random) -> dict:
     return {"data": rng.randrange(1, 4), "pipeline": rng.randrange(1, 4), "tensor": rng.randrange(2, 5)}
@@ -163,8 +216,7 @@ def grid_case(rng: random.Random) -> dict:
 
 def observe_grid(function: Callable[..., Any], case: Case, rank: int) -> dict:
     given = case.inputs
-    return {"groups": [plain(function(r, **given)) for r in
-                       range(given["data"] * given["pipeline"] * given["tensor"])]}
+    return {"groups": [plain(function(r, **given)) for r in range(given["data"] * given["pipeline"] * given["tensor"])]}
 
 
 def group_along(axis: int, name: str) -> Any:
@@ -186,8 +238,17 @@ def group_along(axis: int, name: str) -> Any:
 
 
 GRID = Task(
-    name="tensor.grid", lesson=LESSON, function="groups", title="Who is who on the rank grid", difficulty=2,
-    importance=4, minutes=15, draw=alone(grid_case), observe=observe_grid, needs_ranks=False,
-    properties={name: Property(1, group_along(axis, name)) for axis, name in enumerate(("data", "pipeline", "tensor"))})
+    name="tensor.grid",
+    lesson=LESSON,
+    function="groups",
+    title="Who is who on the rank grid",
+    difficulty=2,
+    importance=4,
+    minutes=15,
+    draw=alone(grid_case),
+    observe=observe_grid,
+    needs_ranks=False,
+    properties={name: Property(1, group_along(axis, name)) for axis, name in enumerate(("data", "pipeline", "tensor"))},
+)
 
 ALL = (MLP, EMBEDDING, CROSS_ENTROPY, GRID)

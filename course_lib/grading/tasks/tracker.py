@@ -18,10 +18,15 @@ def tracker_case(rng: random.Random, world: int) -> dict:
     killed = rng.randrange(6, 9)
     resumed = killed - rng.randrange(2, 4)
     last = killed + rng.randrange(4, 7)
-    return {"name": f"run-{rng.randrange(1000)}", "killed": killed, "resumed": resumed, "last": last,
-            "outages": [[0, 1], [killed - 1, killed + 1], [last - 2, last - 1]],
-            "values": [[[rng.randrange(64) / 8 for _ in METRICS] for _ in range(last)] for _ in range(world)],
-            "order": [rng.sample(range(len(METRICS)), len(METRICS)) for _ in range(world)]}
+    return {
+        "name": f"run-{rng.randrange(1000)}",
+        "killed": killed,
+        "resumed": resumed,
+        "last": last,
+        "outages": [[0, 1], [killed - 1, killed + 1], [last - 2, last - 1]],
+        "values": [[[rng.randrange(64) / 8 for _ in METRICS] for _ in range(last)] for _ in range(world)],
+        "order": [rng.sample(range(len(METRICS)), len(METRICS)) for _ in range(world)],
+    }
 
 
 def draw_trackers(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
@@ -80,8 +85,14 @@ def observe_tracker(function: Callable[..., Any], case: Case, rank: int) -> dict
                 tracker.log(step, {METRICS[i]: given["values"][rank][step][i] for i in given["order"][rank]})
         backend.offline = False
         tracker.finish()
-    return {"starts": backend.starts, "rows": list(backend.rows.values()), "finished": backend.finished,
-            "store": len(store), "texts": all(type(text) is str for text in store.values()), "events": record.events}
+    return {
+        "starts": backend.starts,
+        "rows": list(backend.rows.values()),
+        "finished": backend.finished,
+        "store": len(store),
+        "texts": all(type(text) is str for text in store.values()),
+        "events": record.events,
+    }
 
 
 def rows_are(case: Case, seen: Seen) -> Miss | None:
@@ -116,8 +127,9 @@ def one_run(case: Case, seen: Seen) -> Miss | None:
         if rank == 0:
             fits = names == [[case.inputs["name"]]] * 2 and len(ids[0]) == 1 and ids[0] == ids[1]
         if not fits:
-            return Miss("a run opened once in each of 2 processes, under one id" if rank == 0 else "no run",
-                        short(starts), rank)
+            return Miss(
+                "a run opened once in each of 2 processes, under one id" if rank == 0 else "no run", short(starts), rank
+            )
     return None
 
 
@@ -127,8 +139,11 @@ def one_collective(case: Case, seen: Seen) -> Miss | None:
         made = made_by(seen, rank)
         fits = len(made) == calls and all(int(event.split()[1]) <= 8 * len(METRICS) for event in made)
         if not fits and not (case.world_size == 1 and not made):
-            return Miss(f"a collective of {8 * len(METRICS)} bytes at most in each of {calls} calls of log",
-                        short(", ".join(made) or "none"), rank)
+            return Miss(
+                f"a collective of {8 * len(METRICS)} bytes at most in each of {calls} calls of log",
+                short(", ".join(made) or "none"),
+                rank,
+            )
     return None
 
 
@@ -148,11 +163,24 @@ def store_is(case: Case, seen: Seen) -> Miss | None:
 
 
 TRACKER = Task(
-    name="tracking.tracker", lesson=LESSON, function="Tracker", title="Build it: a tracker that loses nothing",
-    difficulty=4, importance=4, minutes=45, draw=draw_trackers, observe=observe_tracker,
-    own={"values": entry}, essential=("rows",),
-    properties={"rows": Property(4, rows_are), "one run": Property(2, one_run),
-                "one collective": Property(2, one_collective), "finished": Property(1, finishes),
-                "store": Property(1, store_is)})
+    name="tracking.tracker",
+    lesson=LESSON,
+    function="Tracker",
+    title="Build it: a tracker that loses nothing",
+    difficulty=4,
+    importance=4,
+    minutes=45,
+    draw=draw_trackers,
+    observe=observe_tracker,
+    own={"values": entry},
+    essential=("rows",),
+    properties={
+        "rows": Property(4, rows_are),
+        "one run": Property(2, one_run),
+        "one collective": Property(2, one_collective),
+        "finished": Property(1, finishes),
+        "store": Property(1, store_is),
+    },
+)
 
 ALL = (TRACKER,)

@@ -15,12 +15,23 @@ LESSON = "11_wandb"
 
 # --- tracking.groups ---
 
-def groups_cases(rng: random.Random, kinds: tuple[tuple[int, bool], ...] = ((1, False), (2, True), (3, False))
-                 ) -> list[Case]:
+
+def groups_cases(
+    rng: random.Random, kinds: tuple[tuple[int, bool], ...] = ((1, False), (2, True), (3, False))
+) -> list[Case]:
     """A case for each world size, with a run of each rank or without."""
-    return [Case(world, {"name": f"run-{rng.randrange(1000)}", "every_rank": every_rank, "every": rng.randrange(2, 4),
-                         "losses": [[rng.randrange(64) / 8 for _ in range(8)] for _ in range(world)]})
-            for world, every_rank in kinds]
+    return [
+        Case(
+            world,
+            {
+                "name": f"run-{rng.randrange(1000)}",
+                "every_rank": every_rank,
+                "every": rng.randrange(2, 4),
+                "losses": [[rng.randrange(64) / 8 for _ in range(8)] for _ in range(world)],
+            },
+        )
+        for world, every_rank in kinds
+    ]
 
 
 class Kept:
@@ -51,8 +62,12 @@ def observe_groups(function: Callable[..., Any], case: Case, rank: int) -> dict:
 
     with Recorder() as record:
         function(start, given["name"], given["losses"][rank], given["every"], given["every_rank"])
-    return {"runs": [[run.name, run.group] for run in opened], "rows": [run.rows for run in opened],
-            "finished": [run.finished for run in opened], "events": record.events}
+    return {
+        "runs": [[run.name, run.group] for run in opened],
+        "rows": [run.rows for run in opened],
+        "finished": [run.finished for run in opened],
+        "events": record.events,
+    }
 
 
 def runs_due(case: Case, rank: int) -> list[list[str | None]]:
@@ -86,8 +101,13 @@ def rows_are(case: Case, seen: Seen) -> Miss | None:
             return Miss(f"rows of {len(right)} runs", f"of {len(rows)}", rank)
         for mine, due in zip(rows, right, strict=True):
             good = len(mine) == len(due) and all(
-                isinstance(row, list) and len(row) == 2 and all(type(one) in (int, float) for one in row)
-                and row[0] == one[0] and abs(row[1] - one[1]) < 1e-5 for row, one in zip(mine, due, strict=True))
+                isinstance(row, list)
+                and len(row) == 2
+                and all(type(one) in (int, float) for one in row)
+                and row[0] == one[0]
+                and abs(row[1] - one[1]) < 1e-5
+                for row, one in zip(mine, due, strict=True)
+            )
             if not good:
                 return Miss(f"[step, loss] {short(due)}", short(mine), rank)
     return None
@@ -115,11 +135,24 @@ def as_few_as_needed(case: Case, seen: Seen) -> Miss | None:
 
 
 GROUPS = Task(
-    name="tracking.groups", lesson=LESSON, function="track", title="Which rank keeps which run", difficulty=2,
-    importance=4, minutes=25, draw=groups_cases, observe=observe_groups,
-    own={"losses": entry}, essential=("runs", "rows"),
-    properties={"runs": Property(2, runs_are), "rows": Property(2, rows_are), "finished": Property(1, each_is_finished),
-                "collectives": Property(1, as_few_as_needed)})
+    name="tracking.groups",
+    lesson=LESSON,
+    function="track",
+    title="Which rank keeps which run",
+    difficulty=2,
+    importance=4,
+    minutes=25,
+    draw=groups_cases,
+    observe=observe_groups,
+    own={"losses": entry},
+    essential=("runs", "rows"),
+    properties={
+        "runs": Property(2, runs_are),
+        "rows": Property(2, rows_are),
+        "finished": Property(1, each_is_finished),
+        "collectives": Property(1, as_few_as_needed),
+    },
+)
 
 
 # --- tracking.redact ---
@@ -134,13 +167,24 @@ def redact_case(rng: random.Random, place: int) -> dict:
     """A nested config with secrets by name, secrets within texts, and names that only look like it."""
     secrets = ["".join(rng.choices("abcdefghjkmnp23456789", k=12)) for _ in range(2)]
     harmless = rng.sample(HARMLESS, 4)
-    return {"secrets": secrets, "config": {
-        rng.choice(SECRET_NAMES): secrets[0], "learning_rate": rng.randrange(1, 9) / 1000,
-        harmless[0]: f"bert-{rng.randrange(99)}", harmless[1]: rng.randrange(512), "resume": None, "fp16": True,
-        "data": {"source": f"https://someone:{secrets[1]}@host/rows.csv", harmless[2]: [1, 2.5, "text"],
-                 "mirrors": [{"url": "s3://rows", rng.choice(SECRET_NAMES): f"drawn{rng.randrange(10**6)}"}]},
-        "argv": ["train", f"--key={secrets[0]}", f"--{harmless[3]}", f"{secrets[1]}{secrets[0]}"],
-        rng.choice(("inner", "nested")): {rng.choice(SECRET_NAMES): "", "use_auth_token": True}}}
+    return {
+        "secrets": secrets,
+        "config": {
+            rng.choice(SECRET_NAMES): secrets[0],
+            "learning_rate": rng.randrange(1, 9) / 1000,
+            harmless[0]: f"bert-{rng.randrange(99)}",
+            harmless[1]: rng.randrange(512),
+            "resume": None,
+            "fp16": True,
+            "data": {
+                "source": f"https://someone:{secrets[1]}@host/rows.csv",
+                harmless[2]: [1, 2.5, "text"],
+                "mirrors": [{"url": "s3://rows", rng.choice(SECRET_NAMES): f"drawn{rng.randrange(10**6)}"}],
+            },
+            "argv": ["train", f"--key={secrets[0]}", f"--{harmless[3]}", f"{secrets[1]}{secrets[0]}"],
+            rng.choice(("inner", "nested")): {rng.choice(SECRET_NAMES): "", "use_auth_token": True},
+        },
+    }
 
 
 def copied(value: Any) -> Any:
@@ -161,8 +205,10 @@ def redacted(config: dict, secrets: list[str]) -> Any:
 
     def walk(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: MASK if by_name(name) and isinstance(item, str) and item else walk(item)
-                    for name, item in value.items()}
+            return {
+                name: MASK if by_name(name) and isinstance(item, str) and item else walk(item)
+                for name, item in value.items()
+            }
         if isinstance(value, list):
             return [walk(item) for item in value]
         for secret in secrets if isinstance(value, str) else ():
@@ -221,15 +267,28 @@ def untouched(case: Case, seen: Seen) -> Miss | None:
 
 
 REDACT = Task(
-    name="tracking.redact", lesson=LESSON, function="without_secrets", title="Nothing that opens a door", difficulty=2,
-    importance=5, minutes=25, draw=in_turn(redact_case), observe=observe_redact, needs_ranks=False,
+    name="tracking.redact",
+    lesson=LESSON,
+    function="without_secrets",
+    title="Nothing that opens a door",
+    difficulty=2,
+    importance=5,
+    minutes=25,
+    draw=in_turn(redact_case),
+    observe=observe_redact,
+    needs_ranks=False,
     essential=("by name", "within texts"),
-    properties={"by name": Property(2, leaves_are(lambda place, before, after: after == MASK != before)),
-                "within texts": Property(2, leaves_are(lambda place, before, after: after not in (before, MASK))),
-                "the rest": Property(1, keeps_its_form), "a copy": Property(1, untouched)})
+    properties={
+        "by name": Property(2, leaves_are(lambda place, before, after: after == MASK != before)),
+        "within texts": Property(2, leaves_are(lambda place, before, after: after not in (before, MASK))),
+        "the rest": Property(1, keeps_its_form),
+        "a copy": Property(1, untouched),
+    },
+)
 
 
 # --- tracking.resumed ---
+
 
 def attempts_case(rng: random.Random, place: int) -> dict:
     """Attempts at one run as lines of JSON; each but the last was killed, some in the middle of a line."""
@@ -238,8 +297,12 @@ def attempts_case(rng: random.Random, place: int) -> dict:
     for number in range(count):
         # Every other run's last attempt has not come as far as the one before.
         last = resumed_at + (1 if number and number == count - 1 and place % 2 == 0 else rng.randrange(4, 8))
-        lines = [{"step": step, metric: rng.randrange(1, 999) / 8} for step in range(resumed_at + 1, last + 1)
-                 for metric in ("train/loss", "eval/loss") if metric == "train/loss" or step % 3 == 0]
+        lines = [
+            {"step": step, metric: rng.randrange(1, 999) / 8}
+            for step in range(resumed_at + 1, last + 1)
+            for metric in ("train/loss", "eval/loss")
+            if metric == "train/loss" or step % 3 == 0
+        ]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         if number < count - 1 and (number + place) % 2 == 0:
             text += json.dumps({"step": last + 1, "train/loss": 1.5})[: rng.randrange(3, 20)]
@@ -280,10 +343,22 @@ def values_of(metric: str) -> Rule:
 
 
 RESUMED = Task(
-    name="tracking.resumed", lesson=LESSON, function="one_curve", title="One curve of a run that was resumed",
-    difficulty=3, importance=4, minutes=25, draw=in_turn(attempts_case), observe=observe_attempts, needs_ranks=False,
+    name="tracking.resumed",
+    lesson=LESSON,
+    function="one_curve",
+    title="One curve of a run that was resumed",
+    difficulty=3,
+    importance=4,
+    minutes=25,
+    draw=in_turn(attempts_case),
+    observe=observe_attempts,
+    needs_ranks=False,
     essential=("steps",),
-    properties={"steps": Property(2, steps_once), "losses": Property(2, values_of("train/loss")),
-                "scores": Property(1, values_of("eval/loss"))})
+    properties={
+        "steps": Property(2, steps_once),
+        "losses": Property(2, values_of("train/loss")),
+        "scores": Property(1, values_of("eval/loss")),
+    },
+)
 
 ALL = (GROUPS, REDACT, RESUMED)

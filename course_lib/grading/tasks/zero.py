@@ -18,6 +18,7 @@ LESSON = "05_zero_stages"
 
 # --- zero.bytes ---
 
+
 def bytes_case(rng: random.Random) -> dict:
     return {"parameters": 128 * rng.randrange(1, 10**6), "ranks": 2 ** rng.randrange(1, 8)}
 
@@ -33,19 +34,32 @@ def bytes_of(stage: int) -> Rule:
         kinds = zip((12, 2, 2), (stage >= 1, stage >= 2, stage >= 3), strict=True)
         right = sum(width * size / (ranks if split else 1) for width, split in kinds)
         actual = number(seen, 0, f"stage {stage}")
-        return None if abs(actual - right) <= 1e-6 * right else Miss(f"{right:,.0f} bytes for {case.inputs}",
-                                                                     f"{actual:,.0f}")
+        return (
+            None
+            if abs(actual - right) <= 1e-6 * right
+            else Miss(f"{right:,.0f} bytes for {case.inputs}", f"{actual:,.0f}")
+        )
 
     return rule
 
 
 BYTES = Task(
-    name="zero.bytes", lesson=LESSON, function="bytes_per_rank", title="The bill of four stages", difficulty=1,
-    importance=5, minutes=10, draw=alone(bytes_case), observe=observe_bytes, needs_ranks=False,
-    properties={f"stage {stage}": Property(1, bytes_of(stage)) for stage in range(4)})
+    name="zero.bytes",
+    lesson=LESSON,
+    function="bytes_per_rank",
+    title="The bill of four stages",
+    difficulty=1,
+    importance=5,
+    minutes=10,
+    draw=alone(bytes_case),
+    observe=observe_bytes,
+    needs_ranks=False,
+    properties={f"stage {stage}": Property(1, bytes_of(stage)) for stage in range(4)},
+)
 
 
 # --- zero.partition ---
+
 
 def partition_case(rng: random.Random, place: int) -> dict:
     """In every fourth case there are fewer elements than ranks."""
@@ -62,20 +76,31 @@ def observe_partition(function: Callable[..., Any], case: Case, rank: int) -> di
 def runs(case: Case, seen: Seen) -> list[list[list[int]]]:
     by_rank, sizes = items(seen, 0, "runs", list), case.inputs["sizes"]
     good = len(by_rank) == case.inputs["ranks"] and all(
-        isinstance(run, list) and len(run) == 3 and all(type(n) is int for n in run)
-        and 0 <= run[0] < len(sizes) and run[1] >= 0 and run[2] > 0 and run[1] + run[2] <= sizes[run[0]]
-        for mine in by_rank for run in mine)
+        isinstance(run, list)
+        and len(run) == 3
+        and all(type(n) is int for n in run)
+        and 0 <= run[0] < len(sizes)
+        and run[1] >= 0
+        and run[2] > 0
+        and run[1] + run[2] <= sizes[run[0]]
+        for mine in by_rank
+        for run in mine
+    )
     if not good:
         raise Malformed(Miss("for each rank a list of (parameter, first element, elements) within it", short(by_rank)))
     return by_rank
 
 
 def each_element_once(case: Case, seen: Seen) -> Miss | None:
-    held = sorted((index, first + offset) for mine in runs(case, seen) for index, first, count in mine
-                  for offset in range(count))
+    held = sorted(
+        (index, first + offset) for mine in runs(case, seen) for index, first, count in mine for offset in range(count)
+    )
     every = [(index, offset) for index, size in enumerate(case.inputs["sizes"]) for offset in range(size)]
-    return None if held == every else Miss("every element on one rank",
-                                           f"{len(set(held))} of {len(every)}, {len(held) - len(set(held))} twice")
+    return (
+        None
+        if held == every
+        else Miss("every element on one rank", f"{len(set(held))} of {len(every)}, {len(held) - len(set(held))} twice")
+    )
 
 
 def evenly(case: Case, seen: Seen) -> Miss | None:
@@ -99,32 +124,55 @@ def as_cut(case: Case, seen: Seen) -> Miss | None:
 
 
 PARTITION = Task(
-    name="zero.partition", lesson=LESSON, function="my_runs", title="Cut a flat buffer into shards", difficulty=3,
-    importance=4, minutes=25, draw=in_turn(partition_case, 8), observe=observe_partition, needs_ranks=False,
+    name="zero.partition",
+    lesson=LESSON,
+    function="my_runs",
+    title="Cut a flat buffer into shards",
+    difficulty=3,
+    importance=4,
+    minutes=25,
+    draw=in_turn(partition_case, 8),
+    observe=observe_partition,
+    needs_ranks=False,
     essential=("in order",),
-    properties={"every element once": Property(1, each_element_once), "even": Property(1, evenly),
-                "in order": Property(1, as_cut)})
+    properties={
+        "every element once": Property(1, each_element_once),
+        "even": Property(1, evenly),
+        "in order": Property(1, as_cut),
+    },
+)
 
 
 # --- zero.stage1 ---
 
+
 def step_case(rng: random.Random, world: int) -> dict:
     size = world * rng.randrange(2, 8)
-    return {"weights": numbers(rng, size), "momentum": numbers(rng, size), "lr": 0.5, "beta": 0.75,
-            "gradients": [[numbers(rng, size) for _ in range(STEPS)] for _ in range(world)]}
+    return {
+        "weights": numbers(rng, size),
+        "momentum": numbers(rng, size),
+        "lr": 0.5,
+        "beta": 0.75,
+        "gradients": [[numbers(rng, size) for _ in range(STEPS)] for _ in range(world)],
+    }
 
 
 def observe_step(function: Callable[..., Any], case: Case, rank: int) -> dict:
     given, after = case.inputs, []
-    weights, momentum = (torch.from_numpy(array.copy()) for array in (
-        given["weights"], np.split(given["momentum"], case.world_size)[rank]))
+    weights, momentum = (
+        torch.from_numpy(array.copy())
+        for array in (given["weights"], np.split(given["momentum"], case.world_size)[rank])
+    )
     with Recorder() as record:
         for gradient in given["gradients"][rank]:
             function(weights, torch.from_numpy(gradient.copy()), momentum, given["lr"], given["beta"])
             after.append(torch.cat([weights, momentum]))
     values = torch.stack(after)
-    return {"weights": plain(values[:, : len(weights)]), "momentum": plain(values[:, len(weights):]),
-            "events": record.events}
+    return {
+        "weights": plain(values[:, : len(weights)]),
+        "momentum": plain(values[:, len(weights) :]),
+        "events": record.events,
+    }
 
 
 def after_steps(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -147,17 +195,29 @@ def zero_traffic(case: Case, seen: Seen) -> Miss | None:
 
 
 STAGE1 = Task(
-    name="zero.stage1", lesson=LESSON, function="zero1_step", title="A step of ZeRO-1", difficulty=3, importance=5,
-    minutes=30, draw=each_world(step_case), observe=observe_step,
-    own={"gradients": entry, "momentum": along(0)}, essential=("weights", "collectives"),
+    name="zero.stage1",
+    lesson=LESSON,
+    function="zero1_step",
+    title="A step of ZeRO-1",
+    difficulty=3,
+    importance=5,
+    minutes=30,
+    draw=each_world(step_case),
+    observe=observe_step,
+    own={"gradients": entry, "momentum": along(0)},
+    essential=("weights", "collectives"),
     properties={
         "weights": Property(3, result("weights", lambda case: [after_steps(case)[0]] * case.world_size, first_step=0)),
-        "own state": Property(1, result("momentum", lambda case: np.split(after_steps(case)[1], case.world_size, 1),
-                                        first_step=0)),
-        "collectives": Property(2, zero_traffic)})
+        "own state": Property(
+            1, result("momentum", lambda case: np.split(after_steps(case)[1], case.world_size, 1), first_step=0)
+        ),
+        "collectives": Property(2, zero_traffic),
+    },
+)
 
 
 # --- zero.stage2 ---
+
 
 def stage2_case(rng: random.Random, world: int) -> dict:
     return odd_case(rng, world, multiple=world)
@@ -187,8 +247,10 @@ def observe_stage2(function: Callable[..., Any], case: Case, rank: int) -> dict:
 def shards_of_mean(case: Case) -> list[np.ndarray]:
     sizes = [parameter.numel() for parameter in trained(chain(case.inputs))]
     steps = [np.split(mean, np.cumsum(sizes)[:-1]) for mean in mean_gradients(case)[0]]
-    return [np.stack([flat([np.split(gradient, case.world_size)[rank] for gradient in step]) for step in steps])
-            for rank in range(case.world_size)]
+    return [
+        np.stack([flat([np.split(gradient, case.world_size)[rank] for gradient in step]) for step in steps])
+        for rank in range(case.world_size)
+    ]
 
 
 def freed(case: Case, seen: Seen) -> Miss | None:
@@ -210,16 +272,28 @@ def scattered_early(case: Case, seen: Seen) -> Miss | None:
             made = [name for name in step if name != "gradient"]
             if made != ["reduce_scatter"] * layers:
                 return Miss(f"{layers} reduce_scatters in a step", short(", ".join(made) or "none"), rank)
-            if "gradient" not in step[step.index("reduce_scatter"):]:
+            if "gradient" not in step[step.index("reduce_scatter") :]:
                 return Miss("reduce_scatters while backward runs", "all after the last gradient", rank)
     return None
 
 
 STAGE2 = Task(
-    name="zero.stage2", lesson=LESSON, function="attach_zero2", title="ZeRO-2: reduce, scatter and let go",
-    difficulty=4, importance=4, minutes=35, draw=each_world(stage2_case), observe=observe_stage2,
-    own={"rows": entry}, essential=("shards", "freed", "while backward runs"),
-    properties={"shards": Property(3, result("shards", shards_of_mean, first_step=0)),
-                "freed": Property(2, freed), "while backward runs": Property(2, scattered_early)})
+    name="zero.stage2",
+    lesson=LESSON,
+    function="attach_zero2",
+    title="ZeRO-2: reduce, scatter and let go",
+    difficulty=4,
+    importance=4,
+    minutes=35,
+    draw=each_world(stage2_case),
+    observe=observe_stage2,
+    own={"rows": entry},
+    essential=("shards", "freed", "while backward runs"),
+    properties={
+        "shards": Property(3, result("shards", shards_of_mean, first_step=0)),
+        "freed": Property(2, freed),
+        "while backward runs": Property(2, scattered_early),
+    },
+)
 
 ALL = (BYTES, PARTITION, STAGE1, STAGE2)

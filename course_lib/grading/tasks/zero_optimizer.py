@@ -35,7 +35,7 @@ class Optimizer(BareOptimizer):
 
     def _change(self, parameter: torch.Tensor, gradient: torch.Tensor, kind: str, steps: int) -> None:
         state = self.state[parameter]
-        m, *v = (state.setdefault(name, torch.zeros_like(parameter)) for name in ("m", "v")[:STATES[kind]])
+        m, *v = (state.setdefault(name, torch.zeros_like(parameter)) for name in ("m", "v")[: STATES[kind]])
         m.mul_(0.75).add_(gradient if not v else 0.25 * gradient)
         if v:
             v[0].mul_(0.875).add_(0.125 * gradient.square())
@@ -87,8 +87,9 @@ def weights_of_one(case: Case, as_sum: bool = False) -> list[np.ndarray]:
     models = [chain(case.inputs) for _ in range(case.world_size)]
     optimizers = [Optimizer(case.inputs["optimizer"], model.parameters()) for model in models]
     steps = []
-    for _ in zip(*(backwards(model, rows) for model, rows in zip(models, case.inputs["rows"], strict=True)),
-                 strict=True):
+    for _ in zip(
+        *(backwards(model, rows) for model, rows in zip(models, case.inputs["rows"], strict=True)), strict=True
+    ):
         for copies in zip(*(model.parameters() for model in models), strict=True):
             if copies[0].grad is not None:
                 mean = torch.stack([copy.grad for copy in copies if copy.grad is not None]).mean(0)
@@ -103,8 +104,12 @@ def weights_of_one(case: Case, as_sum: bool = False) -> list[np.ndarray]:
 
 def weights_are(case: Case, seen: Seen) -> Miss | None:
     summed = "these are the weights of a step on the sum of the ranks' gradients, not on their mean"
-    return suspected(near(seen, "weights", weights_of_one(case), first_step=0), seen, "weights",
-                     {summed: lambda: weights_of_one(case, as_sum=True)})
+    return suspected(
+        near(seen, "weights", weights_of_one(case), first_step=0),
+        seen,
+        "weights",
+        {summed: lambda: weights_of_one(case, as_sum=True)},
+    )
 
 
 def share(case: Case) -> int:
@@ -118,8 +123,9 @@ def states_are_split(case: Case, seen: Seen) -> Miss | None:
     for rank in range(case.world_size):
         states = number(seen, rank, "states")
         if not 0 < states <= limit:
-            return Miss(f"states of at most {limit} elements, made by the optimizer that it was given", f"{states:.0f}",
-                        rank)
+            return Miss(
+                f"states of at most {limit} elements, made by the optimizer that it was given", f"{states:.0f}", rank
+            )
     return None
 
 
@@ -141,11 +147,23 @@ def zeroed(case: Case, seen: Seen) -> Miss | None:
 
 
 OPTIMIZER = Task(
-    name="zero.optimizer", lesson=LESSON, function="ShardedOptimizer", title="Build it: an optimizer in shards",
-    difficulty=5, importance=5, minutes=60, draw=draw_optimizers, observe=observe_optimizer,
-    own={"rows": entry}, essential=("weights", "states in shards"),
-    properties={"weights": Property(4, weights_are),
-                "states in shards": Property(3, states_are_split), "collectives": Property(3, zero_traffic),
-                "zero_grad": Property(1, zeroed)})
+    name="zero.optimizer",
+    lesson=LESSON,
+    function="ShardedOptimizer",
+    title="Build it: an optimizer in shards",
+    difficulty=5,
+    importance=5,
+    minutes=60,
+    draw=draw_optimizers,
+    observe=observe_optimizer,
+    own={"rows": entry},
+    essential=("weights", "states in shards"),
+    properties={
+        "weights": Property(4, weights_are),
+        "states in shards": Property(3, states_are_split),
+        "collectives": Property(3, zero_traffic),
+        "zero_grad": Property(1, zeroed),
+    },
+)
 
 ALL = (OPTIMIZER,)

@@ -18,8 +18,13 @@ from course_lib.planning import cost, hardware, memory, models, state_estimates,
 from course_lib.planning.plan import Engine, Plan
 from course_lib.training.baselines import class_shares_loss, majority_class
 
-LAYOUTS: dict[str, tuple[Engine, int]] = {"ddp": ("ddp", 0), "zero1": ("deepspeed", 1), "zero2": ("deepspeed", 2),
-                                          "zero3": ("deepspeed", 3), "fsdp": ("fsdp", 3)}
+LAYOUTS: dict[str, tuple[Engine, int]] = {
+    "ddp": ("ddp", 0),
+    "zero1": ("deepspeed", 1),
+    "zero2": ("deepspeed", 2),
+    "zero3": ("deepspeed", 3),
+    "fsdp": ("fsdp", 3),
+}
 """The planner's engine and ZeRO stage by the trainer's strategy."""
 TRAINING_ROWS = 1000
 """Of a language model's training split, whose tokens are counted."""
@@ -84,8 +89,10 @@ class Project:
         if project.strategy not in LAYOUTS:
             raise ConfigError(f"strategy `{project.strategy}`", nearest(project.strategy, LAYOUTS))
         if project.world_size < 2 or project.global_batch % (project.world_size * project.accumulation):
-            raise ConfigError(f"global_batch {project.global_batch} on {project.world_size} ranks",
-                              "take two ranks or more, and a multiple of them (and of their accumulation)")
+            raise ConfigError(
+                f"global_batch {project.global_batch} on {project.world_size} ranks",
+                "take two ranks or more, and a multiple of them (and of their accumulation)",
+            )
         if "model" not in project.rented:
             raise ConfigError("`rented` names no model", 'write rented = {"model": "gpt2-xl", ...}')
         return project
@@ -103,15 +110,36 @@ class Project:
 
     def config(self, folder: Path, **options: Any) -> Config:
         """A run of the project on this machine, in that folder."""
-        quiet = {"logging_steps": 1, "eval_steps": 0, "max_eval_samples": 200, "keep_best": False, "baselines": False,
-                 "progress_bar": False, "tracker": "jsonl", "mixed_precision": "no", "cpu_kernels": "torch"}
+        quiet = {
+            "logging_steps": 1,
+            "eval_steps": 0,
+            "max_eval_samples": 200,
+            "keep_best": False,
+            "baselines": False,
+            "progress_bar": False,
+            "tracker": "jsonl",
+            "mixed_precision": "no",
+            "cpu_kernels": "torch",
+        }
         if self.strategy.startswith("zero") or str(self.other.get("strategy")).startswith("zero"):
             quiet["lean_buffers"] = True  # what a rank holds and sends is compared with the formulas of ZeRO
-        return build(quiet | dict(self.recipe) | {
-            "dataset": self.dataset, "model": self.model, "strategy": self.strategy, "device": self.device,
-            "batch_size": self.global_batch // self.world_size // self.accumulation, "max_steps": self.steps,
-            "seed": self.seeds[0], "save_steps": self.save_steps, "output_dir": str(folder),
-            "overwrite_output_dir": True} | options)
+        return build(
+            quiet
+            | dict(self.recipe)
+            | {
+                "dataset": self.dataset,
+                "model": self.model,
+                "strategy": self.strategy,
+                "device": self.device,
+                "batch_size": self.global_batch // self.world_size // self.accumulation,
+                "max_steps": self.steps,
+                "seed": self.seeds[0],
+                "save_steps": self.save_steps,
+                "output_dir": str(folder),
+                "overwrite_output_dir": True,
+            }
+            | options
+        )
 
     def arms(self, folder: Path) -> list[Config]:
         """The compared runs, ``chosen-1``, ``other-1``, ``chosen-2`` ..., each arm with every seed.
@@ -121,13 +149,16 @@ class Project:
         Raises:
             ConfigError: fewer than :data:`LEAST_STEPS`, or fields that the trainer refuses.
         """
-        chosen = [self.config(folder / f"chosen-{number}", seed=seed, save_steps=0)
-                  for number, seed in enumerate(self.seeds, 1)]
+        chosen = [
+            self.config(folder / f"chosen-{number}", seed=seed, save_steps=0)
+            for number, seed in enumerate(self.seeds, 1)
+        ]
         rows = [config.replace(**self.other) for config in chosen]
         steps = [round(self.steps * self.global_batch / rows_of_a_step(config, self.world_size)) for config in rows]
-        others = [config.replace(**{"max_steps": count} | dict(self.other)
-                                 | {"output_dir": str(folder / f"other-{number}")})
-                  for number, (config, count) in enumerate(zip(rows, steps, strict=True), 1)]
+        others = [
+            config.replace(**{"max_steps": count} | dict(self.other) | {"output_dir": str(folder / f"other-{number}")})
+            for number, (config, count) in enumerate(zip(rows, steps, strict=True), 1)
+        ]
         if (fewest := min(config.run.max_steps or 0 for config in chosen + others)) < LEAST_STEPS:
             raise ConfigError(f"a run of {fewest} steps", f"take at least {LEAST_STEPS} in both arms: two are metered")
         return [config for pair in zip(chosen, others, strict=True) for config in pair]
@@ -176,8 +207,9 @@ def plan_rented(project: Project) -> Rented:
     length = project.rented.get("max_length", here.data.max_length)
     engine, stage = LAYOUTS[project.strategy]
     try:
-        result = strategy.search(model, cluster, length, project.global_batch,
-                                 families=[strategy.family(Plan(1, engine, stage))])
+        result = strategy.search(
+            model, cluster, length, project.global_batch, families=[strategy.family(Plan(1, engine, stage))]
+        )
     except strategy.NothingFits as why:
         return Rented(str(why))
     best = result.best
@@ -186,8 +218,16 @@ def plan_rented(project: Project) -> Rented:
         return Rented(f"{best.plan.strategy}: `course train` {reason}")
     fields = to_launchers.options(best.plan, model)
     del fields["task"]  # a guess by the kind of model: the project has its own
-    return Rented(strategy.explain(result)[0], best.plan.strategy, fields, strategy.needed(best.memory),
-                  cluster.accelerator.memory, best.cost.step, hours, hours * (1 + planner_error()))
+    return Rented(
+        strategy.explain(result)[0],
+        best.plan.strategy,
+        fields,
+        strategy.needed(best.memory),
+        cluster.accelerator.memory,
+        best.cost.step,
+        hours,
+        hours * (1 + planner_error()),
+    )
 
 
 def states_at_least(project: Project, parameters: float, gpus: int) -> float:
@@ -207,8 +247,14 @@ def planner_error() -> float:
 def rented_config(project: Project, plan: Rented) -> Config:
     """What is submitted: the rehearsed run, laid out as planned, with the fields that the project changes."""
     here = project.config(Path("runs/capstone"))
-    whole = {"max_steps": None, "max_eval_samples": None, "logging_steps": 10, "device": "auto",
-             "overwrite_output_dir": False, "lean_buffers": False}
+    whole = {
+        "max_steps": None,
+        "max_eval_samples": None,
+        "logging_steps": 10,
+        "device": "auto",
+        "overwrite_output_dir": False,
+        "lean_buffers": False,
+    }
     changed = {name: value for name, value in project.rented.items() if name != "model"}  # by the planner's full name
     return here.replace(**{**whole, **plan.fields, **changed})
 
@@ -238,25 +284,42 @@ class Here:
 def plan_here(project: Project, config: Config) -> Here:
     """Plan one of the project's runs on this machine's ranks; its model is built to read its sizes."""
     text = DataConnector(config.data, config.run.seed).load()
-    loaded = modeling.load(config.model, config.data.task, label_names=text.label_names,
-                           texts=text.training_texts, seed=config.run.seed, max_length=config.data.max_length)
+    loaded = modeling.load(
+        config.model,
+        config.data.task,
+        label_names=text.label_names,
+        texts=text.training_texts,
+        seed=config.run.seed,
+        max_length=config.data.max_length,
+    )
     classes = bool(text.label_names)
     kinds = len(text.label_names) if text.label_names else loaded.tokenizer.vocab_size
     model = models.from_config(loaded.model.config.to_dict(), project.model, head=not classes)
     answers = _answers(text, loaded.tokenizer, config.data.max_length)
     ranks, (engine, stage) = project.world_size, LAYOUTS[config.parallel.strategy]
-    plan = Plan(config.data.max_length, engine, stage, data=ranks, micro_batch=config.run.batch_size,
-                accumulation=config.run.gradient_accumulation_steps, precision="fp32")
+    plan = Plan(
+        config.data.max_length,
+        engine,
+        stage,
+        data=ranks,
+        micro_batch=config.run.batch_size,
+        accumulation=config.run.gradient_accumulation_steps,
+        precision="fp32",
+    )
     speed = cost.estimate(model, plan, hardware.cluster("CPU", ranks))
     volume = cost.zero_volume(stage) * model.parameters
     if engine == "fsdp":  # what lies outside its blocks is kept after the forward, and gathered once
-        volume -= model.parameters - sum(weight.numel() for block in blocks(loaded.model).values()
-                                         for weight in block.parameters())
-    return Here(memory.estimate(model, plan).states,
-                4 * volume * (ranks - 1) / ranks,
-                speed.tokens_per_second / config.data.max_length,
-                class_shares_loss(*answers, kinds), kinds,
-                majority_class(*answers, kinds)["macro_f1"] if classes else None)
+        volume -= model.parameters - sum(
+            weight.numel() for block in blocks(loaded.model).values() for weight in block.parameters()
+        )
+    return Here(
+        memory.estimate(model, plan).states,
+        4 * volume * (ranks - 1) / ranks,
+        speed.tokens_per_second / config.data.max_length,
+        class_shares_loss(*answers, kinds),
+        kinds,
+        majority_class(*answers, kinds)["macro_f1"] if classes else None,
+    )
 
 
 def _answers(text: TextData, tokenizer: Any, length: int) -> tuple[list[int], list[int]]:

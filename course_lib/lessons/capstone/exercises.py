@@ -21,13 +21,25 @@ def another_fault(project: Project, kill: KillAt, folder: Path, undisturbed: Pat
         undisturbed: folder of the run that nothing happened to.
     """
     broken = break_run(project, folder, kill)
-    own = type(kill) is not KillAt and (type(kill).on_save, type(kill).on_step_end) != (KillAt.on_save,
-                                                                                      KillAt.on_step_end)
-    return [Criterion("The fault is your own", own, type(kill).__name__,
-                      "" if own else "derive a class from KillAt, and override on_save or on_step_end"),
-            Criterion("It killed a rank, and left a whole checkpoint", broken.killed and bool(broken.checkpoint),
-                      f"{broken.lost} of {broken.step} steps lost", broken.how),
-            _ends_alike(project, folder, undisturbed)]
+    own = type(kill) is not KillAt and (type(kill).on_save, type(kill).on_step_end) != (
+        KillAt.on_save,
+        KillAt.on_step_end,
+    )
+    return [
+        Criterion(
+            "The fault is your own",
+            own,
+            type(kill).__name__,
+            "" if own else "derive a class from KillAt, and override on_save or on_step_end",
+        ),
+        Criterion(
+            "It killed a rank, and left a whole checkpoint",
+            broken.killed and bool(broken.checkpoint),
+            f"{broken.lost} of {broken.step} steps lost",
+            broken.how,
+        ),
+        _ends_alike(project, folder, undisturbed),
+    ]
 
 
 def damaged(project: Project, damage: Callable[[Path], None], folder: Path, undisturbed: Path) -> list[Criterion]:
@@ -49,12 +61,21 @@ def damaged(project: Project, damage: Callable[[Path], None], folder: Path, undi
         whole = checkpoint.latest(folder).name
     except CheckpointError:
         whole = "no checkpoint"
-    return [Criterion("One byte of one file is different", list(changed.values()) == [1],
-                      ", ".join(f"{number} in {name}" for name, number in changed.items()) or "nothing changed",
-                      "open the file in mode r+b, seek, and write one other byte"),
-            Criterion("The checks notice it", whole != newest.name, f"{whole} is now the newest that is whole",
-                      f"{broken.checkpoint} was, before"),
-            _ends_alike(project, folder, undisturbed)]
+    return [
+        Criterion(
+            "One byte of one file is different",
+            list(changed.values()) == [1],
+            ", ".join(f"{number} in {name}" for name, number in changed.items()) or "nothing changed",
+            "open the file in mode r+b, seek, and write one other byte",
+        ),
+        Criterion(
+            "The checks notice it",
+            whole != newest.name,
+            f"{whole} is now the newest that is whole",
+            f"{broken.checkpoint} was, before",
+        ),
+        _ends_alike(project, folder, undisturbed),
+    ]
 
 
 def _changed_bytes(before: Path, after: Path) -> dict[str, int]:
@@ -73,6 +94,9 @@ def _ends_alike(project: Project, folder: Path, undisturbed: Path) -> Criterion:
     resumed = resume(project, folder, undisturbed)
     complete = [step for step, _ in resumed.record] == list(range(1, project.steps + 1))
     passed = not resumed.problem and complete and resumed.differing == 0
-    return Criterion("The resumed run ends with the undisturbed run's weights", passed,
-                     resumed.problem or f"{resumed.differing:,} of {resumed.bytes:,} bytes differ",
-                     "each step was done once" if complete else "its record misses steps, or has one twice")
+    return Criterion(
+        "The resumed run ends with the undisturbed run's weights",
+        passed,
+        resumed.problem or f"{resumed.differing:,} of {resumed.bytes:,} bytes differ",
+        "each step was done once" if complete else "its record misses steps, or has one twice",
+    )

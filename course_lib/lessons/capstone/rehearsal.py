@@ -116,11 +116,17 @@ def _tracked(run: collect.TrackedRun) -> Tracked:
     first, last = METERED + 1, max(samples)
     split = "test" if "test/loss" in curves else "validation"
     scores = {metric: values[max(values)] for metric, values in curves.items() if metric.startswith(f"{split}/")}
-    return Tracked(run.name.split("-")[0], run.config["seed"], round(samples[last]), scores[f"{split}/loss"],
-                   scores[f"{split}/loss_high"],
-                   (samples[last] - samples[first]) / (seconds[last] - seconds[first]),
-                   next(iter(curves["capstone/states"].values())), next(iter(curves["capstone/sent"].values())),
-                   scores.get(f"{split}/macro_f1_low"))
+    return Tracked(
+        run.name.split("-")[0],
+        run.config["seed"],
+        round(samples[last]),
+        scores[f"{split}/loss"],
+        scores[f"{split}/loss_high"],
+        (samples[last] - samples[first]) / (seconds[last] - seconds[first]),
+        next(iter(curves["capstone/states"].values())),
+        next(iter(curves["capstone/sent"].values())),
+        scores.get(f"{split}/macro_f1_low"),
+    )
 
 
 def table(runs: Sequence[Tracked]) -> pd.DataFrame:
@@ -134,7 +140,8 @@ def table(runs: Sequence[Tracked]) -> pd.DataFrame:
     means.insert(1, "samples", frame["samples"].first())
     means.insert(3, "spread", frame["loss"].std())
     return means.assign(states=means["states"] / 2**20, sent=means["sent"] / 1e6).rename(
-        columns={"states": "states_MiB", "sent": "sent_MB"})
+        columns={"states": "states_MiB", "sent": "sent_MB"}
+    )
 
 
 def gap_and_error(runs: Sequence[Tracked]) -> tuple[float, float]:
@@ -190,8 +197,15 @@ def break_run(project: Project, folder: Path, kill: KillAt | None = None) -> Bro
     kill = kill or KillAt(project.world_size - 1, project.kill_step)
     how = f"nothing: there is no step {kill.step}"
     try:
-        launch(train, config, [kill], num_processes=project.world_size, device=project.device, timeout=TIMEOUT,
-               stream=False)
+        launch(
+            train,
+            config,
+            [kill],
+            num_processes=project.world_size,
+            device=project.device,
+            timeout=TIMEOUT,
+            stream=False,
+        )
     except RankError as error:
         how = str(error).splitlines()[0]
     losses = dict(record_of(folder))
@@ -242,6 +256,8 @@ def resume(project: Project, folder: Path, undisturbed: Path) -> Resumed:
 def differing_bytes(one: Path, another: Path) -> tuple[int, int]:
     """Bytes of a run's final weights, and how many of them another run's differ in."""
     mine, theirs = (load_file(folder / MODEL / "model.safetensors") for folder in (one, another))
-    pairs = [(tensor.reshape(-1).view(torch.uint8), theirs[name].reshape(-1).view(torch.uint8))
-             for name, tensor in mine.items()]
+    pairs = [
+        (tensor.reshape(-1).view(torch.uint8), theirs[name].reshape(-1).view(torch.uint8))
+        for name, tensor in mine.items()
+    ]
     return sum(a.numel() for a, _ in pairs), sum(int((a != b).sum()) for a, b in pairs)

@@ -92,11 +92,17 @@ def ends_in_time(project: Project, evidence: Evidence) -> Criterion:
     asked, plan = "The run ends within its hours", evidence.rented
     if plan.hours is None or plan.late is None:
         return Criterion(asked, False, "no plan", "nothing fits, so there is no time to plan")
-    return Criterion(asked, plan.late <= project.hours,
-                     f"{plan.hours:.2g} h planned, {plan.late:.2g} h at worst, of {project.hours:g} h",
-                     f"the planner is off by up to {planner_error():.1%} in nine of ten published runs; "
-                     + ("there is room for that" if plan.late <= project.hours else
-                        "give it more hours, fewer epochs, or faster machines"))
+    return Criterion(
+        asked,
+        plan.late <= project.hours,
+        f"{plan.hours:.2g} h planned, {plan.late:.2g} h at worst, of {project.hours:g} h",
+        f"the planner is off by up to {planner_error():.1%} in nine of ten published runs; "
+        + (
+            "there is room for that"
+            if plan.late <= project.hours
+            else "give it more hours, fewer epochs, or faster machines"
+        ),
+    )
 
 
 def states_predicted(project: Project, evidence: Evidence) -> Criterion:
@@ -113,10 +119,13 @@ def bytes_predicted(project: Project, evidence: Evidence) -> Criterion:
 
 def _predicted(asked: str, measured: float, planned: float, unit: float, name: str) -> Criterion:
     error = planned / measured - 1 if measured else math.inf
-    return Criterion(asked, abs(error) <= CLOSE,
-                     f"{planned / unit:.4g} {name} predicted, {measured / unit:.4g} measured",
-                     f"off by {error:+z.1%}, and {CLOSE:.0%} is close"
-                     + ("" if abs(error) <= CLOSE else ": what does this engine do that the formula does not know?"))
+    return Criterion(
+        asked,
+        abs(error) <= CLOSE,
+        f"{planned / unit:.4g} {name} predicted, {measured / unit:.4g} measured",
+        f"off by {error:+z.1%}, and {CLOSE:.0%} is close"
+        + ("" if abs(error) <= CLOSE else ": what does this engine do that the formula does not know?"),
+    )
 
 
 def learned(project: Project, evidence: Evidence) -> Criterion:
@@ -129,18 +138,27 @@ def learned(project: Project, evidence: Evidence) -> Criterion:
     elif worst.loss_high >= here.constant:
         why = "not told apart from a constant: the 95 % interval over the scored rows reaches it"
     elif here.majority_macro_f1 is not None and min(scores) <= here.majority_macro_f1:
-        why = (f"macro-F1 may be as low as {min(scores):.2f}, and always answering the commonest class has "
-               f"{here.majority_macro_f1:.2f}")
+        why = (
+            f"macro-F1 may be as low as {min(scores):.2f}, and always answering the commonest class has "
+            f"{here.majority_macro_f1:.2f}"
+        )
     else:
-        return Criterion(LEARNED, True, _worst(worst, here),
-                         "better than knowing only how frequent the answers are, by more than the rows' chance")
-    return Criterion(LEARNED, False, _worst(worst, here), f"{why}: train for more steps, or change the learning rate "
-                     "or the model")
+        return Criterion(
+            LEARNED,
+            True,
+            _worst(worst, here),
+            "better than knowing only how frequent the answers are, by more than the rows' chance",
+        )
+    return Criterion(
+        LEARNED, False, _worst(worst, here), f"{why}: train for more steps, or change the learning rate or the model"
+    )
 
 
 def _worst(run: Tracked, here: Here) -> str:
-    return (f"test loss {run.loss:.3f} nats, {run.loss_high:.3f} at the upper end of its interval, "
-            f"{here.constant:.3f} for a constant")
+    return (
+        f"test loss {run.loss:.3f} nats, {run.loss_high:.3f} at the upper end of its interval, "
+        f"{here.constant:.3f} for a constant"
+    )
 
 
 def survived(project: Project, evidence: Evidence) -> Criterion:
@@ -149,12 +167,18 @@ def survived(project: Project, evidence: Evidence) -> Criterion:
     if not broken.killed:
         why = f"{broken.how}; choose one that the run has"
     elif broken.checkpoint is None:
-        why = (f"{broken.how} at step {broken.step}, before the first checkpoint at step {project.save_steps}; "
-               "save more often")
+        why = (
+            f"{broken.how} at step {broken.step}, before the first checkpoint at step {project.save_steps}; "
+            "save more often"
+        )
     else:
         why = f"{broken.how}, and {broken.checkpoint} was left whole"
-    return Criterion("A rank was killed, and a whole checkpoint was left", broken.killed and bool(broken.checkpoint),
-                     f"{broken.lost} of {broken.step} steps lost", why)
+    return Criterion(
+        "A rank was killed, and a whole checkpoint was left",
+        broken.killed and bool(broken.checkpoint),
+        f"{broken.lost} of {broken.step} steps lost",
+        why,
+    )
 
 
 def exact(project: Project, evidence: Evidence) -> Criterion:
@@ -165,10 +189,13 @@ def exact(project: Project, evidence: Evidence) -> Criterion:
     if not evidence.broken.killed:
         return Criterion(asked, False, "not interrupted", "nothing was killed, so nothing was resumed")
     complete = [step for step, _ in resumed.record] == list(range(1, project.steps + 1))
-    return Criterion(asked, complete and resumed.differing == 0,
-                     f"{resumed.differing:,} of {resumed.bytes:,} bytes differ",
-                     ("each step was done once" if complete else "its record misses steps, or has one twice")
-                     + ("" if not resumed.differing else "; something is not in the checkpoint, or not deterministic"))
+    return Criterion(
+        asked,
+        complete and resumed.differing == 0,
+        f"{resumed.differing:,} of {resumed.bytes:,} bytes differ",
+        ("each step was done once" if complete else "its record misses steps, or has one twice")
+        + ("" if not resumed.differing else "; something is not in the checkpoint, or not deterministic"),
+    )
 
 
 def fair(project: Project, evidence: Evidence) -> Criterion:
@@ -182,17 +209,23 @@ def fair(project: Project, evidence: Evidence) -> Criterion:
         problems.append(f"they saw {samples['chosen']} and {samples['other']} rows")
     if undeclared := [name for name in evidence.differing if name not in declared]:
         problems.append(f"they differ in {', '.join(undeclared)} too")
-    return Criterion("The comparison is fair", not problems,
-                     f"seeds {seeds['chosen']} and {seeds['other']}",
-                     "; ".join(problems) or f"same seeds, same rows; only {', '.join(project.other)} differs")
+    return Criterion(
+        "The comparison is fair",
+        not problems,
+        f"seeds {seeds['chosen']} and {seeds['other']}",
+        "; ".join(problems) or f"same seeds, same rows; only {', '.join(project.other)} differs",
+    )
 
 
 def error_known(project: Project, evidence: Evidence) -> Criterion:
     """Each arm has two different seeds, so that the difference has a standard error."""
     fewest = min(len(set(seeds)) for seeds in _by_arm(evidence.runs, "seed").values())
-    return Criterion("The difference of the losses has a standard error", fewest >= 2,
-                     f"different seeds per arm: {fewest}",
-                     conclusion(evidence.runs) if fewest >= 2 else "run each arm with two different seeds or more")
+    return Criterion(
+        "The difference of the losses has a standard error",
+        fewest >= 2,
+        f"different seeds per arm: {fewest}",
+        conclusion(evidence.runs) if fewest >= 2 else "run each arm with two different seeds or more",
+    )
 
 
 def bounded(project: Project, evidence: Evidence) -> Criterion:
@@ -200,10 +233,13 @@ def bounded(project: Project, evidence: Evidence) -> Criterion:
     asked, job = "The job cannot cost more than the budget", evidence.submitted
     if job is None:
         return Criterion(asked, False, "no job", "nothing fits, so nothing is sent")
-    return Criterion(asked, job.dollars <= project.budget, f"${job.dollars:,.2f} at most, of ${project.budget:,.2f}",
-                     f"{project.instance_count} x {project.instance_type} for {project.hours:g} hours"
-                     + ("" if job.dollars <= project.budget else
-                        ": lower the hours, the instances, or the expectations"))
+    return Criterion(
+        asked,
+        job.dollars <= project.budget,
+        f"${job.dollars:,.2f} at most, of ${project.budget:,.2f}",
+        f"{project.instance_count} x {project.instance_type} for {project.hours:g} hours"
+        + ("" if job.dollars <= project.budget else ": lower the hours, the instances, or the expectations"),
+    )
 
 
 def interruption_is_cheap(project: Project, evidence: Evidence) -> Criterion:
@@ -215,14 +251,28 @@ def interruption_is_cheap(project: Project, evidence: Evidence) -> Criterion:
         return Criterion(asked, False, "no checkpoints", 'save_steps is 0: give `rented` a "save_steps"')
     hours = job.save_steps * evidence.rented.step_seconds * (1 + planner_error()) / 3600
     dollars = hours * job.dollars / project.hours
-    return Criterion(asked, dollars <= AT_RISK * project.budget, f"${dollars:,.2f} at most",
-                     f"{job.save_steps} steps lie between two checkpoints"
-                     + ("" if dollars <= AT_RISK * project.budget else ": save more often"))
+    return Criterion(
+        asked,
+        dollars <= AT_RISK * project.budget,
+        f"${dollars:,.2f} at most",
+        f"{job.save_steps} steps lie between two checkpoints"
+        + ("" if dollars <= AT_RISK * project.budget else ": save more often"),
+    )
 
 
 CRITERIA: tuple[Callable[[Project, Evidence], Criterion], ...] = (
-    fits, ends_in_time, states_predicted, bytes_predicted, learned, survived, exact, fair, error_known, bounded,
-    interruption_is_cheap)
+    fits,
+    ends_in_time,
+    states_predicted,
+    bytes_predicted,
+    learned,
+    survived,
+    exact,
+    fair,
+    error_known,
+    bounded,
+    interruption_is_cheap,
+)
 """Every criterion, in the order of the project."""
 
 
@@ -251,11 +301,15 @@ def conclusion(runs: Sequence[Tracked]) -> str:
     elif abs(gap) <= 2 * error:
         said = f"the losses are {abs(gap):.2g} nats apart, less than two standard errors of {error:.2g}"
     else:
-        said = (f"the {'other' if gap < 0 else 'chosen'} arm's loss is {abs(gap):.2g} nats lower, more than two "
-                f"standard errors of {error:.2g}")
-    return (f"{said}; the other arm holds {ratio['states_MiB']:.2f} times the model states, sends "
-            f"{ratio['sent_MB']:.2f} times the bytes per step, and is {ratio['samples_per_second']:.2f} times as fast "
-            "here")
+        said = (
+            f"the {'other' if gap < 0 else 'chosen'} arm's loss is {abs(gap):.2g} nats lower, more than two "
+            f"standard errors of {error:.2g}"
+        )
+    return (
+        f"{said}; the other arm holds {ratio['states_MiB']:.2f} times the model states, sends "
+        f"{ratio['sent_MB']:.2f} times the bytes per step, and is {ratio['samples_per_second']:.2f} times as fast "
+        "here"
+    )
 
 
 def write_report(folder: Path, project: Project, evidence: Evidence) -> Path:
@@ -276,17 +330,32 @@ def report(project: Project, evidence: Evidence) -> str:
             f"- model states of a rank: {here.states / MIB:.2f} MiB planned, {run.states / MIB:.2f} measured",
             f"- sent by a rank in a step: {here.sent / MB:.2f} MB planned, {run.sent / MB:.2f} measured",
             f"- rows per second: {here.samples_per_second:.0f} planned for a CPU that nobody measured, "
-            f"{run.samples_per_second:.0f} measured"],
-        "Broken and resumed": [f"{broken.how}. Newest whole checkpoint: {broken.checkpoint or 'none'}; "
-                               f"{broken.lost} of {broken.step} steps lost. {ended}."],
+            f"{run.samples_per_second:.0f} measured",
+        ],
+        "Broken and resumed": [
+            f"{broken.how}. Newest whole checkpoint: {broken.checkpoint or 'none'}; "
+            f"{broken.lost} of {broken.step} steps lost. {ended}."
+        ],
         "Compared": [f"The other arm is {shown(project.other)}: {conclusion(evidence.runs)}."],
-        "Submitted": [f"{evidence.rented.layout} by {job.launcher}, in {job.file}." if job
-                      else "Nothing: no plan fits."],
-        "In my own words": ["What surprised me:", "", "What I would do with twice the budget:", "",
-                            "Which number here I trust least, and why:"]}
+        "Submitted": [
+            f"{evidence.rented.layout} by {job.launcher}, in {job.file}." if job else "Nothing: no plan fits."
+        ],
+        "In my own words": [
+            "What surprised me:",
+            "",
+            "What I would do with twice the budget:",
+            "",
+            "Which number here I trust least, and why:",
+        ],
+    }
     met = sum(line.passed for line in lines)
-    page = [f"# {project.model} on {project.dataset}, for {project.rented['model']} on {project.instance_count} x "
-            f"{project.instance_type}", "", f"{met} of {len(lines)} criteria are met.", ""]
+    page = [
+        f"# {project.model} on {project.dataset}, for {project.rented['model']} on {project.instance_count} x "
+        f"{project.instance_type}",
+        "",
+        f"{met} of {len(lines)} criteria are met.",
+        "",
+    ]
     page += [f"- [{'x' if line.passed else ' '}] **{line.asked}**: {line.number}; {line.why}." for line in lines]
     for heading, body in sections.items():
         page += ["", f"## {heading}", "", *body]

@@ -46,10 +46,27 @@ def torchrun(script: str, world_size: int, max_restarts: int = 0) -> Launched:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "fails.py").write_text(script, encoding="utf-8")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size),
-                   "--max-restarts", str(max_restarts), "--log-dir", str(folder / "logs"), str(folder / "fails.py")]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False,
-                               env=os.environ | {"OMP_NUM_THREADS": "1"})
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(world_size),
+            "--max-restarts",
+            str(max_restarts),
+            "--log-dir",
+            str(folder / "logs"),
+            str(folder / "fails.py"),
+        ]
+        ended = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
         errors = _messages(folder)
         report = ended.stderr.partition("=" * 60)[2].rpartition("=" * 60)[0].replace(f"{folder}/", "")
     cause = re.search(r"Root Cause .*?rank\s+: (\d+)", report, re.DOTALL)

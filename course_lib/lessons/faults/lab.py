@@ -96,62 +96,170 @@ class Trial:
 
 # --- scenarios --------------------------------------------------------------------------------------------------------
 
-SCENARIOS = {scenario.name: scenario for scenario in (
-    Scenario("mismatched collectives", "hang", "an error that names the two calls",
-             "all ranks raise an error, each in its own call", DETAIL,
-             "every rank issues the same collectives in the same order; no collective under `if rank`",
-             stops.mismatched_collectives, stops.matching_collectives),
-    Scenario("skipped step", "hang", "an error on the rank that skipped it",
-             "the others time out; the culprit returns, with sums of different steps", WATCHDOG,
-             "take part with a gradient of zeros", stops.skipped_step, stops.step_with_nothing_to_add),
-    Scenario("different shapes", "hang", "an error on both sides, with the shapes",
-             "an abort, a time-out, or wrong sums, as it happens", DETAIL,
-             "agree on the longest length first, and pad", stops.different_shapes, stops.padded_to_the_longest),
-    Scenario("different dtypes", "nothing", "an error, or a conversion",
-             "all ranks return, with bits that were added as if they were numbers",
-             DETAIL, "convert before you send", stops.different_dtypes, stops.one_dtype),
-    Scenario("shorter data loader", "hang", "the epoch ends with the shortest",
-             "the others time out in their last step; the culprit has finished", BARRIER,
-             "agree on the smallest number of batches, or deal out equal numbers",
-             stops.shorter_loader, stops.as_many_as_the_shortest, stops.barrier_before_each_step),
-    Scenario("dead rank", "error", "an error that names the rank",
-             "the others: connection closed or reset by an address, if they get to say anything", FIRST_CAUSE,
-             "restart from the last whole checkpoint",
-             stops.dead_rank, stops.restarted_from_the_last_step, restarts=1),
-    Scenario("stopped rank", "hang", "what a dead rank looks like",
-             "the others time out; the culprit's process is there", WATCHDOG,
-             "wake it, or end it and restart", stops.stopped_rank, stops.stopped_rank_is_woken),
-    Scenario("wrong port", "hang", "connection refused, at once",
-             "the others time out waiting for a key; the culprit tries another address, or times out there",
-             MISSING_KEY, "one MASTER_PORT for all, from the launcher",
-             stops.wrong_port, stops.one_place_to_meet, joined=False),
-    Scenario("wrong address", "hang", "no route to host, at once",
-             "the others time out waiting for a key; the culprit tries another address, or times out there",
-             MISSING_KEY, "one MASTER_ADDR for all, that every machine can reach",
-             stops.wrong_address, stops.one_place_to_meet, joined=False),
-    Scenario("deadlocked pipeline", "hang", "a time-out, as of any collective",
-             "nobody says anything, ever: a send over gloo has no time-out", WATCHDOG,
-             "send and receive together, with batch_isend_irecv", stops.deadlocked_pipeline,
-             stops.sends_and_receives_at_once, culprits=frozenset({0, CULPRIT}), limit=5.0),
-    Scenario("straggler", "slow", "one rank's steps are slower",
-             "every rank's steps are equally slow", TIMES,
-             "deal out the work by its length", numbers.straggler, numbers.long_texts_dealt_out),
-    Scenario("NaN on one rank", "nothing", "NaN on that rank",
-             "the loss is NaN on all ranks from the same step on", OWN_CHECK,
-             "leave the step out, on all ranks together, and mend the data",
-             numbers.nan_on_one_rank, numbers.step_left_out_by_all, numbers.nan_is_looked_for),
-    Scenario("diverging parameters", "nothing", "a loss that does not fall",
-             "the loss falls, and the ranks train different models", GUARD,
-             "send rank 0's parameters to all at the start",
-             numbers.diverging_parameters, numbers.start_from_rank_0, numbers.diverging_is_looked_for),
-    Scenario("out of memory", "error", "an error on that rank, and the others go on",
-             "the culprit cannot allocate; the others wait for it", FIRST_CAUSE,
-             "compute a long batch in micro-batches", numbers.out_of_memory, numbers.micro_batches),
-    Scenario("full disk", "error", "a line that says so",
-             "rank 0 fails in a way that does not mention the disk; the others wait", FIRST_CAUSE,
-             "write beside and rename, and tell all ranks how it went", numbers.full_disk,
-             numbers.failure_is_told_to_all, culprits=frozenset({0})),
-)}
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario(
+            "mismatched collectives",
+            "hang",
+            "an error that names the two calls",
+            "all ranks raise an error, each in its own call",
+            DETAIL,
+            "every rank issues the same collectives in the same order; no collective under `if rank`",
+            stops.mismatched_collectives,
+            stops.matching_collectives,
+        ),
+        Scenario(
+            "skipped step",
+            "hang",
+            "an error on the rank that skipped it",
+            "the others time out; the culprit returns, with sums of different steps",
+            WATCHDOG,
+            "take part with a gradient of zeros",
+            stops.skipped_step,
+            stops.step_with_nothing_to_add,
+        ),
+        Scenario(
+            "different shapes",
+            "hang",
+            "an error on both sides, with the shapes",
+            "an abort, a time-out, or wrong sums, as it happens",
+            DETAIL,
+            "agree on the longest length first, and pad",
+            stops.different_shapes,
+            stops.padded_to_the_longest,
+        ),
+        Scenario(
+            "different dtypes",
+            "nothing",
+            "an error, or a conversion",
+            "all ranks return, with bits that were added as if they were numbers",
+            DETAIL,
+            "convert before you send",
+            stops.different_dtypes,
+            stops.one_dtype,
+        ),
+        Scenario(
+            "shorter data loader",
+            "hang",
+            "the epoch ends with the shortest",
+            "the others time out in their last step; the culprit has finished",
+            BARRIER,
+            "agree on the smallest number of batches, or deal out equal numbers",
+            stops.shorter_loader,
+            stops.as_many_as_the_shortest,
+            stops.barrier_before_each_step,
+        ),
+        Scenario(
+            "dead rank",
+            "error",
+            "an error that names the rank",
+            "the others: connection closed or reset by an address, if they get to say anything",
+            FIRST_CAUSE,
+            "restart from the last whole checkpoint",
+            stops.dead_rank,
+            stops.restarted_from_the_last_step,
+            restarts=1,
+        ),
+        Scenario(
+            "stopped rank",
+            "hang",
+            "what a dead rank looks like",
+            "the others time out; the culprit's process is there",
+            WATCHDOG,
+            "wake it, or end it and restart",
+            stops.stopped_rank,
+            stops.stopped_rank_is_woken,
+        ),
+        Scenario(
+            "wrong port",
+            "hang",
+            "connection refused, at once",
+            "the others time out waiting for a key; the culprit tries another address, or times out there",
+            MISSING_KEY,
+            "one MASTER_PORT for all, from the launcher",
+            stops.wrong_port,
+            stops.one_place_to_meet,
+            joined=False,
+        ),
+        Scenario(
+            "wrong address",
+            "hang",
+            "no route to host, at once",
+            "the others time out waiting for a key; the culprit tries another address, or times out there",
+            MISSING_KEY,
+            "one MASTER_ADDR for all, that every machine can reach",
+            stops.wrong_address,
+            stops.one_place_to_meet,
+            joined=False,
+        ),
+        Scenario(
+            "deadlocked pipeline",
+            "hang",
+            "a time-out, as of any collective",
+            "nobody says anything, ever: a send over gloo has no time-out",
+            WATCHDOG,
+            "send and receive together, with batch_isend_irecv",
+            stops.deadlocked_pipeline,
+            stops.sends_and_receives_at_once,
+            culprits=frozenset({0, CULPRIT}),
+            limit=5.0,
+        ),
+        Scenario(
+            "straggler",
+            "slow",
+            "one rank's steps are slower",
+            "every rank's steps are equally slow",
+            TIMES,
+            "deal out the work by its length",
+            numbers.straggler,
+            numbers.long_texts_dealt_out,
+        ),
+        Scenario(
+            "NaN on one rank",
+            "nothing",
+            "NaN on that rank",
+            "the loss is NaN on all ranks from the same step on",
+            OWN_CHECK,
+            "leave the step out, on all ranks together, and mend the data",
+            numbers.nan_on_one_rank,
+            numbers.step_left_out_by_all,
+            numbers.nan_is_looked_for,
+        ),
+        Scenario(
+            "diverging parameters",
+            "nothing",
+            "a loss that does not fall",
+            "the loss falls, and the ranks train different models",
+            GUARD,
+            "send rank 0's parameters to all at the start",
+            numbers.diverging_parameters,
+            numbers.start_from_rank_0,
+            numbers.diverging_is_looked_for,
+        ),
+        Scenario(
+            "out of memory",
+            "error",
+            "an error on that rank, and the others go on",
+            "the culprit cannot allocate; the others wait for it",
+            FIRST_CAUSE,
+            "compute a long batch in micro-batches",
+            numbers.out_of_memory,
+            numbers.micro_batches,
+        ),
+        Scenario(
+            "full disk",
+            "error",
+            "a line that says so",
+            "rank 0 fails in a way that does not mention the disk; the others wait",
+            FIRST_CAUSE,
+            "write beside and rename, and tell all ranks how it went",
+            numbers.full_disk,
+            numbers.failure_is_told_to_all,
+            culprits=frozenset({0}),
+        ),
+    )
+}
 
 
 # --- running them -----------------------------------------------------------------------------------------------------
@@ -165,8 +273,9 @@ def trial(scenario: Scenario, world_size: int = 3, device: str = "cpu") -> Trial
     return Trial(broken, inspected, fixed, scenario.tool.named(inspected))
 
 
-def run(scenario: Scenario, world_size: int = 3, how: How = "broken", tool: Tool | None = None,
-        device: str = "cpu") -> FaultOutcome:
+def run(
+    scenario: Scenario, world_size: int = 3, how: How = "broken", tool: Tool | None = None, device: str = "cpu"
+) -> FaultOutcome:
     """Run a scenario on real ranks.
 
     Args:
@@ -195,18 +304,43 @@ def run(scenario: Scenario, world_size: int = 3, how: How = "broken", tool: Tool
         reports = tuple(read_reports(folder))
         records = tuple(_read(folder / f"records{rank}.json").get("entries", []) for rank in range(world_size))
     raised_at = {rank: notes["at"] for rank, notes in enumerate(last) if "raised" in notes}
-    return FaultOutcome(tuple(_said(rank, notes, error) for rank, notes in enumerate(last)),
-                        tuple(notes.get("value") for notes in last),
-                        tuple(sorted(raised_at, key=raised_at.__getitem__)),
-                        error, reports, records, starts, time.monotonic() - started)
+    return FaultOutcome(
+        tuple(_said(rank, notes, error) for rank, notes in enumerate(last)),
+        tuple(notes.get("value") for notes in last),
+        tuple(sorted(raised_at, key=raised_at.__getitem__)),
+        error,
+        reports,
+        records,
+        starts,
+        time.monotonic() - started,
+    )
 
 
-def _launched(function: OnRank, folder: Path, joined: bool, impatient: bool, tool: Tool | None, world_size: int,
-              limit: float, device: str) -> Exception | None:
+def _launched(
+    function: OnRank,
+    folder: Path,
+    joined: bool,
+    impatient: bool,
+    tool: Tool | None,
+    world_size: int,
+    limit: float,
+    device: str,
+) -> Exception | None:
     """Run it on all ranks; the exception that `launch` raised, if any."""
     try:
-        launch(_on_rank, function, folder, joined, impatient, tool, device, num_processes=world_size, timeout=limit,
-               device=device, stream=False)
+        launch(
+            _on_rank,
+            function,
+            folder,
+            joined,
+            impatient,
+            tool,
+            device,
+            num_processes=world_size,
+            timeout=limit,
+            device=device,
+            stream=False,
+        )
     except (RankError, RanksHung, CourseError) as error:
         return error
     return None
@@ -248,17 +382,21 @@ def _said(rank: int, told: dict[str, Any], error: Exception | None) -> str:
     if isinstance(error, RankError) and rank in error.consequences:
         return error.consequences[rank]
     stack = error.stacks.get(rank, "") if isinstance(error, RanksHung) else ""
-    calls = [call for call in re.findall(r'File "([^"]+)", line (\d+) in (\w+)', stack)
-             if call[2] != "wrapper"]  # torch's, around each collective
+    calls = [
+        call for call in re.findall(r'File "([^"]+)", line (\d+) in (\w+)', stack) if call[2] != "wrapper"
+    ]  # torch's, around each collective
     for (_, _, name), (file, line, caller) in zip(calls, calls[1:], strict=False):
         if caller in _FUNCTIONS:
             return f"was still in `{name}`, called at {Path(file).name}:{line}"
     return "was still waiting"
 
 
-_FUNCTIONS = {function.__code__.co_name for module in (stops, numbers)
-              for function in vars(module).values()
-              if isinstance(function, FunctionType) and function.__module__ == module.__name__}
+_FUNCTIONS = {
+    function.__code__.co_name
+    for module in (stops, numbers)
+    for function in vars(module).values()
+    if isinstance(function, FunctionType) and function.__module__ == module.__name__
+}
 """Names of the scenarios' own functions: all that a stack tells of a function in a process that has ended."""
 
 

@@ -103,8 +103,10 @@ def finite_or_name_the_rank(step: int, gradient: Tensor) -> bool:
     finite[dist.get_rank()] = bool(gradient.isfinite().all())
     dist.all_reduce(finite)
     if ranks := (finite == 0).nonzero().flatten().tolist():
-        raise TrainingDiverged(f"the gradient of rank {' and '.join(map(str, ranks))} is not finite at step {step}",
-                               "look at that rank's batch of that step")
+        raise TrainingDiverged(
+            f"the gradient of rank {' and '.join(map(str, ranks))} is not finite at step {step}",
+            "look at that rank's batch of that step",
+        )
     return _mean(step, gradient)
 
 

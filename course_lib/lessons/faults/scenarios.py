@@ -164,7 +164,8 @@ def sends_and_receives_at_once(folder: Path) -> list[float]:
     received = [torch.zeros(4) for _ in neighbours]
     works = dist.batch_isend_irecv(
         [dist.P2POp(dist.isend, torch.full((4,), float(rank)), neighbour) for neighbour in neighbours]
-        + [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in zip(neighbours, received, strict=True)])
+        + [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in zip(neighbours, received, strict=True)]
+    )
     for work in works:
         work.wait()
     return [tensor[0].item() for tensor in received]

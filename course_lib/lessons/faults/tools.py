@@ -128,8 +128,7 @@ def _compare_fingerprints() -> None:
     dist.set_debug_level_from_env()
 
 
-WATCHDOG = Tool("the watchdog's report", _of_reports,
-                around=lambda folder: Watchdog(PATIENCE.total_seconds(), folder))
+WATCHDOG = Tool("the watchdog's report", _of_reports, around=lambda folder: Watchdog(PATIENCE.total_seconds(), folder))
 DETAIL = Tool("TORCH_DISTRIBUTED_DEBUG=DETAIL", _of_fingerprints, join=_compare_fingerprints)
 FIRST_CAUSE = Tool("the launcher's first cause", _of_first_cause)
 BARRIER = Tool("monitored_barrier", _of_barrier)
@@ -137,5 +136,6 @@ MISSING_KEY = Tool("the key that the store waits for", _of_missing_key)
 OWN_CHECK = Tool("a look before the all-reduce", _of_message)
 GUARD = Tool("the desync guard", _of_message)
 TIMES = Tool("waiting time by rank", _of_times)
-TORCH_RECORDER = Tool("torch's flight recorder", _of_records, join=_switch_recorder_on, around=_recorded,
-                      until_timeout=True)
+TORCH_RECORDER = Tool(
+    "torch's flight recorder", _of_records, join=_switch_recorder_on, around=_recorded, until_timeout=True
+)

@@ -51,8 +51,14 @@ class OuterOptimizer:
         change: what is under way; None between a period's :meth:`receive` and the next :meth:`send`.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float, group: dist.ProcessGroup | None,
-                 sum_over_ranks: Sum):
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        lr: float,
+        momentum: float,
+        group: dist.ProcessGroup | None,
+        sum_over_ranks: Sum,
+    ):
         self.parameters, self.lr, self.momentum = parameters, lr, momentum
         self.group, self.sum_over_ranks = group, sum_over_ranks
         self.shared = flatten(parameters)
@@ -101,18 +107,32 @@ class DiLoCo(LocalTraining):
         ConfigError: fragments that leave out or repeat a parameter, or an overlap of H or more.
     """
 
-    def __init__(self, module: nn.Module, fragments: Iterable[list[nn.Parameter]], *, sync_every: int, outer_lr: float,
-                 outer_momentum: float, overlap: int, keep: float, group: dist.ProcessGroup | None,
-                 sum_over_ranks: Sum):
+    def __init__(
+        self,
+        module: nn.Module,
+        fragments: Iterable[list[nn.Parameter]],
+        *,
+        sync_every: int,
+        outer_lr: float,
+        outer_momentum: float,
+        overlap: int,
+        keep: float,
+        group: dist.ProcessGroup | None,
+        sum_over_ranks: Sum,
+    ):
         super().__init__(module, sync_every, group)
         parts = list(fragments)
         members = [parameter for part in parts for parameter in part]
         if len(members) != len(self.trained) or set(members) != set(self.trained):
-            raise ConfigError(f"fragments with {len(members)} parameters for a model that trains {len(self.trained)}",
-                              "put each trained parameter into one fragment")
+            raise ConfigError(
+                f"fragments with {len(members)} parameters for a model that trains {len(self.trained)}",
+                "put each trained parameter into one fragment",
+            )
         if not 0 <= overlap < sync_every:
-            raise ConfigError(f"an overlap of {overlap} steps in a period of {sync_every}",
-                              "let it be from 0 to one step less than the period")
+            raise ConfigError(
+                f"an overlap of {overlap} steps in a period of {sync_every}",
+                "let it be from 0 to one step less than the period",
+            )
         self.overlap, self.keep = overlap, keep if overlap else 0.0
         self.outers = [OuterOptimizer(part, outer_lr, outer_momentum, group, sum_over_ranks) for part in parts]
 
@@ -129,9 +149,11 @@ class DiLoCo(LocalTraining):
 
     def consensus(self) -> list[Tensor]:
         """The shared weights after the outer steps so far; sends nothing."""
-        by_parameter = {parameter: shared.clone() for outer in self.outers
-                        for parameter, shared in zip(outer.parameters, unflatten(outer.shared, outer.parameters),
-                                                     strict=True)}
+        by_parameter = {
+            parameter: shared.clone()
+            for outer in self.outers
+            for parameter, shared in zip(outer.parameters, unflatten(outer.shared, outer.parameters), strict=True)
+        }
         return [by_parameter[parameter] for parameter in self.trained]
 
     def adopt(self) -> None:

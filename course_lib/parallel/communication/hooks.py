@@ -71,8 +71,10 @@ class ErrorFeedback:
         key = next(iter(bucket.views))
         left_out = self.left_out.setdefault(key, torch.zeros_like(bucket.flat))
         if left_out.shape != bucket.flat.shape:
-            raise ConfigError(f"error feedback of {left_out.numel()} elements for a bucket of {bucket.flat.numel()} "
-                              f"from `{key}` on", "go on with the model and bucket size that it was saved with")
+            raise ConfigError(
+                f"error feedback of {left_out.numel()} elements for a bucket of {bucket.flat.numel()} from `{key}` on",
+                "go on with the model and bucket size that it was saved with",
+            )
         bucket.flat += left_out
         return left_out
 
@@ -82,8 +84,11 @@ class ErrorFeedback:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Put it back, on the device that it is given on."""
-        self.left_out = {name.removeprefix("left_out."): left_out.clone() for name, left_out in state.items()
-                         if name.startswith("left_out.")}
+        self.left_out = {
+            name.removeprefix("left_out."): left_out.clone()
+            for name, left_out in state.items()
+            if name.startswith("left_out.")
+        }
 
 
 def all_reduce_bytes(size: int, ranks: int) -> int:

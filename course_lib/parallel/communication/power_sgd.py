@@ -55,23 +55,31 @@ class PowerSGD:
         """Begin; the second all-reduce needs the first one's result, and follows at the end of backward."""
         # --- phase 1: what the last step left out comes on top ---
         left_out = self.feedback.add_to(bucket) if self.feedback else None
-        thin = {name: view.reshape(matrix_shape(view.shape)) for name, view in bucket.views.items()
-                if self.compresses(view.shape)}
+        thin = {
+            name: view.reshape(matrix_shape(view.shape))
+            for name, view in bucket.views.items()
+            if self.compresses(view.shape)
+        }
         plain = [view for name, view in bucket.views.items() if name not in thin]
         # --- phase 2: P = M Q. One message holds the P of all matrices, and what is not compressed ---
-        message = torch.cat([(matrix @ self._q_of(name, matrix)).view(-1) for name, matrix in thin.items()]
-                            + [view.reshape(-1) for view in plain])
+        message = torch.cat(
+            [(matrix @ self._q_of(name, matrix)).view(-1) for name, matrix in thin.items()]
+            + [view.reshape(-1) for view in plain]
+        )
         first = dist.all_reduce(message, group=bucket.group, async_op=True)
         return TwoPhaseReduction(first, partial(self._second_half, bucket, thin, plain, message, left_out))
 
-    def _second_half(self, bucket: Bucket, thin: dict[str, Tensor], plain: list[Tensor], message: Tensor,
-                     left_out: Tensor | None) -> None:
+    def _second_half(
+        self, bucket: Bucket, thin: dict[str, Tensor], plain: list[Tensor], message: Tensor, left_out: Tensor | None
+    ) -> None:
         sizes = [matrix.shape[0] * self.rank for matrix in thin.values()] + [view.numel() for view in plain]
         summed = message.split(sizes)
         # --- phase 3: an orthonormal basis of the columns that the ranks found together; the same on all of them ---
         wide = torch.promote_types(message.dtype, torch.float32)  # there is no QR of bf16
-        bases = {name: torch.linalg.qr(part.view(-1, self.rank).to(wide)).Q.to(part.dtype)
-                 for name, part in zip(thin, summed[: len(thin)], strict=True)}
+        bases = {
+            name: torch.linalg.qr(part.view(-1, self.rank).to(wide)).Q.to(part.dtype)
+            for name, part in zip(thin, summed[: len(thin)], strict=True)
+        }
         # --- phase 4: Q = M^T P. This rank's own share is what it sends, so M - P Q^T is what it does not send ---
         shares = {name: matrix.T @ bases[name] for name, matrix in thin.items()}  # (m, r)
         if left_out is not None:
@@ -90,7 +98,7 @@ class PowerSGD:
         for name in thin:
             view = bucket.views[name]
             view.copy_((bases[name] @ self.q[name].T).view(view.shape))
-        for view, part in zip(plain, summed[len(thin):], strict=True):
+        for view, part in zip(plain, summed[len(thin) :], strict=True):
             view.copy_(part.view(view.shape))
 
     def _q_of(self, name: str, matrix: Tensor) -> Tensor:

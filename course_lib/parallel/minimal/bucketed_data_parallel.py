@@ -73,8 +73,13 @@ class BucketedDataParallel:
             bucket.gradients.zero_()
 
 
-def train_step(engine: BucketedDataParallel, optimizer: Optimizer, loss_function: Callable[[Tensor, Tensor], Tensor],
-               inputs: Tensor, targets: Tensor) -> Tensor:
+def train_step(
+    engine: BucketedDataParallel,
+    optimizer: Optimizer,
+    loss_function: Callable[[Tensor, Tensor], Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+) -> Tensor:
     """One step on this rank's rows; returns the mean loss of these rows."""
     engine.zero_grad()
     loss = loss_function(engine.module(inputs), targets)

@@ -25,8 +25,14 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
             parameter.grad /= group.size()
 
 
-def train_step(module: nn.Module, optimizer: Optimizer, loss_function: Callable[[Tensor, Tensor], Tensor],
-               inputs: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
+def train_step(
+    module: nn.Module,
+    optimizer: Optimizer,
+    loss_function: Callable[[Tensor, Tensor], Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+    group: dist.ProcessGroup,
+) -> Tensor:
     """One step on this rank's rows; returns the mean loss of these rows.
 
     If all ranks have as many rows, the mean of their gradients is the gradient of the whole batch. All ranks then make

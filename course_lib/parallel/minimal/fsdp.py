@@ -79,8 +79,9 @@ class Unit:
 class FullyShardedDataParallel:
     """A module in units: each of its blocks, and the root unit, what lies outside of them (embeddings, head)."""
 
-    def __init__(self, module: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
-                 group: dist.ProcessGroup):
+    def __init__(
+        self, module: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], Optimizer], group: dist.ProcessGroup
+    ):
         self.module = module
         members = list(blocks(module).values())
         owner = owners(module, members)  # of each parameter: a block, or the module
@@ -90,8 +91,9 @@ class FullyShardedDataParallel:
         self.optimizer = make_optimizer([unit.shard for unit in self.units])
 
 
-def train_step(engine: FullyShardedDataParallel, loss_function: Callable[[Tensor, Tensor], Tensor], inputs: Tensor,
-               targets: Tensor) -> Tensor:
+def train_step(
+    engine: FullyShardedDataParallel, loss_function: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor
+) -> Tensor:
     """One step on this rank's rows; returns the mean loss of these rows."""
     loss = loss_function(engine.module(inputs), targets)  # gathers and frees, unit by unit
     loss.backward()  # gathers, reduces and frees, in reverse

@@ -25,8 +25,13 @@ class GPipe:
     a rank makes room for a message before it comes.
     """
 
-    def __init__(self, stage: nn.Module, loss_function: Callable[[Tensor, Tensor], Tensor],
-                 hidden_shape: Sequence[int], group: dist.ProcessGroup):
+    def __init__(
+        self,
+        stage: nn.Module,
+        loss_function: Callable[[Tensor, Tensor], Tensor],
+        hidden_shape: Sequence[int],
+        group: dist.ProcessGroup,
+    ):
         self.stage, self.loss_function, self.group = stage, loss_function, group
         self.rank, self.ranks = group.rank(), group.size()
         self.first, self.last = self.rank == 0, self.rank == self.ranks - 1

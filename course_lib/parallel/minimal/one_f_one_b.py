@@ -22,8 +22,13 @@ from course_lib.parallel.minimal.gpipe import GPipe
 class OneFOneB(GPipe):
     """This rank's stage of a model. What a forward and a backward do is as in GPipe; their order is not."""
 
-    def __init__(self, stage: nn.Module, loss_function: Callable[[Tensor, Tensor], Tensor],
-                 hidden_shape: Sequence[int], group: dist.ProcessGroup):
+    def __init__(
+        self,
+        stage: nn.Module,
+        loss_function: Callable[[Tensor, Tensor], Tensor],
+        hidden_shape: Sequence[int],
+        group: dist.ProcessGroup,
+    ):
         super().__init__(stage, loss_function, hidden_shape, group)
         dist.barrier(group)  # NCCL wants all ranks in a group's first call, and an exchange is between two
 
@@ -65,8 +70,10 @@ class OneFOneB(GPipe):
     def exchange(self, tensor: Tensor, neighbour: int) -> Tensor:
         """Send to a neighbour and receive from it, both at once."""
         received = torch.empty_like(self.room)
-        messages = [dist.P2POp(dist.isend, tensor.detach().contiguous(), group=self.group, group_peer=neighbour),
-                    dist.P2POp(dist.irecv, received, group=self.group, group_peer=neighbour)]
+        messages = [
+            dist.P2POp(dist.isend, tensor.detach().contiguous(), group=self.group, group_peer=neighbour),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=neighbour),
+        ]
         for work in dist.batch_isend_irecv(messages):
             work.wait()
         return received

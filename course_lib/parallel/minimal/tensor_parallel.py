@@ -86,8 +86,13 @@ def split_pairs(module: nn.Module, pairs: Sequence[tuple[str, str]], group: dist
             module.set_submodule(name, split(linear, group))
 
 
-def train_step(module: nn.Module, optimizer: Optimizer, loss_function: Callable[[Tensor, Tensor], Tensor],
-               inputs: Tensor, targets: Tensor) -> Tensor:
+def train_step(
+    module: nn.Module,
+    optimizer: Optimizer,
+    loss_function: Callable[[Tensor, Tensor], Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+) -> Tensor:
     """One step; returns the mean loss. Unlike in data parallelism all ranks are given the same rows.
 
     It is one process's loop: what is whole on every rank gets the same gradient there, and stays the same.

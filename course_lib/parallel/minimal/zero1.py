@@ -20,8 +20,9 @@ class Zero1:
     look at that element alone, as SGD's and Adam's do.
     """
 
-    def __init__(self, module: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], Optimizer],
-                 group: dist.ProcessGroup):
+    def __init__(
+        self, module: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], Optimizer], group: dist.ProcessGroup
+    ):
         self.module, self.group = module, group
         parameters = list(module.parameters())
         sizes = [parameter.numel() for parameter in parameters]
@@ -57,8 +58,9 @@ class Zero1:
         dist.all_gather_single(self.weights, self.local_shard.detach().clone(), group=self.group)  # (E / N,) -> (E,)
 
 
-def train_step(engine: Zero1, loss_function: Callable[[Tensor, Tensor], Tensor], inputs: Tensor,
-               targets: Tensor) -> Tensor:
+def train_step(
+    engine: Zero1, loss_function: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor
+) -> Tensor:
     """One step on this rank's rows; returns the mean loss of these rows."""
     engine.gradients.zero_()
     loss = loss_function(engine.module(inputs), targets)

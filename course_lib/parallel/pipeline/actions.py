@@ -49,8 +49,10 @@ class Action(NamedTuple):
         """
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
-            raise ConfigError(f"`{text.strip()}` is no action",
-                              f"write stage, kind ({', '.join(COMPUTE + COMMUNICATION)}) and micro-batch, as in 2F0")
+            raise ConfigError(
+                f"`{text.strip()}` is no action",
+                f"write stage, kind ({', '.join(COMPUTE + COMMUNICATION)}) and micro-batch, as in 2F0",
+            )
         stage, kind, microbatch = match.groups()
         return cls(int(stage), kind, int(microbatch))
 

@@ -64,8 +64,9 @@ class SplitBackward:
         # --- walk the trunk, and keep what comes by where a branch leaves it. Only the inputs are asked for, so that
         # autograd does not enter the branches; the graph is retained, since W walks them. ---
         hooks = [node.register_prehook(_keep(branch, node)) for branch in self._branches for node in branch.nodes]
-        input_gradients = torch.autograd.grad(self._outputs, self._inputs, self._gradients, retain_graph=True,
-                                              allow_unused=True)
+        input_gradients = torch.autograd.grad(
+            self._outputs, self._inputs, self._gradients, retain_graph=True, allow_unused=True
+        )
         for hook in hooks:
             hook.remove()
         return input_gradients

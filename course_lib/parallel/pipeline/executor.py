@@ -105,17 +105,28 @@ class PipelineExecutor:
         ConfigError: a table that cannot run, or other stages than the table has for this rank.
     """
 
-    def __init__(self, schedule: Schedule, stages: Mapping[int, nn.Module], loss_function: LossFunction,
-                 group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, nn.Module],
+        loss_function: LossFunction,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ):
         # --- refuse here what would hang there ---
         check(schedule)
         self.rank = dist.get_rank(group)
         if dist.get_world_size(group) != schedule.ranks:
-            raise ConfigError(f"{schedule.name} is a table for {schedule.ranks} ranks, "
-                              f"and there are {dist.get_world_size(group)}", "make it for as many as there are")
+            raise ConfigError(
+                f"{schedule.name} is a table for {schedule.ranks} ranks, and there are {dist.get_world_size(group)}",
+                "make it for as many as there are",
+            )
         if tuple(sorted(stages)) != schedule.stages_of(self.rank):
-            raise ConfigError(f"rank {self.rank} was given stages {sorted(stages)}, and {schedule.name} has "
-                              f"{list(schedule.stages_of(self.rank))} there", "give each rank the stages of its row")
+            raise ConfigError(
+                f"rank {self.rank} was given stages {sorted(stages)}, and {schedule.name} has "
+                f"{list(schedule.stages_of(self.rank))} there",
+                "give each rank the stages of its row",
+            )
         self.table = schedule if schedule.lowered else lower(schedule)
         self.stages, self.loss_function, self.group = dict(stages), loss_function, group
         self.device = torch.device(device)
@@ -123,8 +134,14 @@ class PipelineExecutor:
         self.forms: Forms = {}  # kept from step to step: shapes are sent once
         self._forward_tables: dict[int, Schedule] = {}
 
-    def step(self, *inputs: Tensor, targets: Tensor, scale: float | Tensor | None = None,
-             named: Mapping[str, Tensor] | None = None, **extras: Tensor) -> StepResult:
+    def step(
+        self,
+        *inputs: Tensor,
+        targets: Tensor,
+        scale: float | Tensor | None = None,
+        named: Mapping[str, Tensor] | None = None,
+        **extras: Tensor,
+    ) -> StepResult:
         """Forward and backward of one batch; a collective call.
 
         Every rank is given the same batch, cut into micro-batches along the first dimension; it uses what its stages
@@ -145,8 +162,13 @@ class PipelineExecutor:
         with torch.enable_grad():
             return _RowRun(self, self.table, inputs, targets, {**extras, **(named or {})}, scale).walk()
 
-    def evaluate(self, *inputs: Tensor, targets: Tensor | None = None, named: Mapping[str, Tensor] | None = None,
-                 **extras: Tensor) -> StepResult:
+    def evaluate(
+        self,
+        *inputs: Tensor,
+        targets: Tensor | None = None,
+        named: Mapping[str, Tensor] | None = None,
+        **extras: Tensor,
+    ) -> StepResult:
         """The table's forwards alone, without gradients; a collective call.
 
         Like :meth:`step`, but a batch may have fewer rows than the table has micro-batches. Outputs are kept; losses
@@ -165,23 +187,35 @@ class PipelineExecutor:
 class _RowRun:
     """One pass of an executor over its row."""
 
-    def __init__(self, executor: PipelineExecutor, table: Schedule, inputs: Sequence[Tensor], targets: Tensor | None,
-                 extras: Mapping[str, Tensor], scale: float | Tensor):
+    def __init__(
+        self,
+        executor: PipelineExecutor,
+        table: Schedule,
+        inputs: Sequence[Tensor],
+        targets: Tensor | None,
+        extras: Mapping[str, Tensor],
+        scale: float | Tensor,
+    ):
         self.executor, self.table, self.scale = executor, table, scale
         rows, count = _rows(inputs, extras), table.microbatches
         if rows < count:
-            raise ConfigError(f"a batch of {rows} rows for {count} micro-batches",
-                              "take fewer micro-batches, or a larger batch")
+            raise ConfigError(
+                f"a batch of {rows} rows for {count} micro-batches", "take fewer micro-batches, or a larger batch"
+            )
 
         # --- cut the batch: by micro-batch inputs, extras and targets. (rows, …) -> m times (rows / m, …) ---
         self.inputs = list(zip(*(tensor.tensor_split(count) for tensor in inputs), strict=True)) or [()] * count
-        self.extras = [dict(zip(extras, values, strict=True)) for values in
-                       zip(*(tensor.tensor_split(count) for tensor in extras.values()), strict=True)] or [{}] * count
+        self.extras = [
+            dict(zip(extras, values, strict=True))
+            for values in zip(*(tensor.tensor_split(count) for tensor in extras.values()), strict=True)
+        ] or [{}] * count
         self.targets = [None] * count if targets is None else targets.tensor_split(count)
 
         # Micro-batches that look alike here have activations that look alike everywhere, which all ranks can tell.
-        kinds = [(torch.is_grad_enabled(), *((tensor.shape, tensor.dtype) for tensor in (*some, *others.values())))
-                 for some, others in zip(self.inputs, self.extras, strict=True)]
+        kinds = [
+            (torch.is_grad_enabled(), *((tensor.shape, tensor.dtype) for tensor in (*some, *others.values())))
+            for some, others in zip(self.inputs, self.extras, strict=True)
+        ]
         self.channel = P2PChannel(table, executor.group, executor.device, executor.forms, kinds)
         self.held: dict[tuple[int, int], _Activations] = {}  # by stage and micro-batch, from F to the end of B or W
         self.done = StepResult(clock=executor.clock)
@@ -223,14 +257,17 @@ class _RowRun:
     def forward(self, stage: int, microbatch: int, received: Tensors) -> Tensors:
         """Phase F: the outputs; held are the inputs, as leaves of a graph of the stage's own."""
         # Leaves: what came from another rank has no graph, and that of a stage on this rank is walked by its own B.
-        inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad)
-                       for tensor in received or self.inputs[microbatch])
+        inputs = tuple(
+            tensor.detach().requires_grad_(tensor.requires_grad) for tensor in received or self.inputs[microbatch]
+        )
         result = self.executor.stages[stage](*inputs, **self.extras[microbatch])
         outputs = result if isinstance(result, tuple) else (result,)
         for output in outputs:
             if not isinstance(output, Tensor):
-                raise ConfigError(f"stage {stage} returned {'a tuple with ' * isinstance(result, tuple)}a "
-                                  f"{type(output).__name__}", "let a stage return a tensor, or a tuple of tensors")
+                raise ConfigError(
+                    f"stage {stage} returned {'a tuple with ' * isinstance(result, tuple)}a {type(output).__name__}",
+                    "let a stage return a tensor, or a tuple of tensors",
+                )
         gradients: Tensors = ()
         roots = outputs
         # The last stage's graph begins at the loss, and at its factor in the gradient: nobody sends it one.
@@ -280,22 +317,27 @@ class _RowRun:
 
 def _gradients(inputs: Tensors, gradients: Sequence[Tensor | None]) -> Tensors:
     """Gradients for the stage before, which waits for one of each tensor that it gave: zeros where it was not used."""
-    return tuple(torch.zeros_like(tensor) if gradient is None else gradient
-                 for tensor, gradient in zip(inputs, gradients, strict=True))
+    return tuple(
+        torch.zeros_like(tensor) if gradient is None else gradient
+        for tensor, gradient in zip(inputs, gradients, strict=True)
+    )
 
 
 def _rows(inputs: Sequence[Tensor], extras: Mapping[str, Tensor]) -> int:
     """Rows of a batch."""
     sizes = {len(tensor) for tensor in (*inputs, *extras.values())}
     if len(sizes) != 1:
-        raise ConfigError(f"a batch of tensors of {sorted(sizes)} rows" if sizes else "a batch without tensors",
-                          "give every rank the whole batch, all tensors with the same number of rows")
+        raise ConfigError(
+            f"a batch of tensors of {sorted(sizes)} rows" if sizes else "a batch without tensors",
+            "give every rank the whole batch, all tensors with the same number of rows",
+        )
     return sizes.pop()
 
 
 def _forwards(table: Schedule, microbatches: int) -> Schedule:
     """The forwards of the first micro-batches, in the order of the table."""
     bare = without_communication(table)
-    rows = tuple(tuple(action for action in row if action.kind == F and action.microbatch < microbatches)
-                 for row in bare.rows)
+    rows = tuple(
+        tuple(action for action in row if action.kind == F and action.microbatch < microbatches) for row in bare.rows
+    )
     return lower(replace(bare, rows=rows, microbatches=microbatches))

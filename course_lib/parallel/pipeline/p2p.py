@@ -55,8 +55,9 @@ class P2PChannel:
         kinds: of each micro-batch; those of one kind have messages of one form, and all ranks know the kinds.
     """
 
-    def __init__(self, table: Schedule, group: dist.ProcessGroup | None, device: torch.device, forms: Forms,
-                 kinds: Sequence[Any]):
+    def __init__(
+        self, table: Schedule, group: dist.ProcessGroup | None, device: torch.device, forms: Forms, kinds: Sequence[Any]
+    ):
         self.table, self.group, self.device, self.forms, self.kinds = table, group, device, forms, kinds
         # Forms are told by the hosts where the group has a backend for their memory: by the GPUs, both ends would wait
         # until their device has done all that was queued.
@@ -97,10 +98,14 @@ class P2PChannel:
             dist.recv_object_list(told, group=self.group, group_src=peer, device=self._told_on)
             self.forms[key] = told[0]
         # --- make room and begin. Gradients come back for those outputs alone that have one ---
-        tensors = tuple(torch.empty(form.shape, dtype=form.dtype, device=self.device)
-                        for form in self.forms[key] if forward or form.requires_grad)
-        self._posted[_user(action)] = [_begun(dist.irecv(tensor, group=self.group, group_src=peer))
-                                       for tensor in tensors]
+        tensors = tuple(
+            torch.empty(form.shape, dtype=form.dtype, device=self.device)
+            for form in self.forms[key]
+            if forward or form.requires_grad
+        )
+        self._posted[_user(action)] = [
+            _begun(dist.irecv(tensor, group=self.group, group_src=peer)) for tensor in tensors
+        ]
         if forward:  # a leaf needs a gradient here if its original does there
             for tensor, form in zip(tensors, self.forms[key], strict=True):
                 tensor.requires_grad_(form.requires_grad)

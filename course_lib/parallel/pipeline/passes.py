@@ -91,8 +91,9 @@ def lower(schedule: Schedule) -> Schedule:
                 rows[schedule.stage_ranks[message.stage]].append(message)
         if left == before:  # a round in which nobody could do anything: nobody ever will
             heads = {rank: row[position[rank]] for rank, row in enumerate(schedule.rows) if position[rank] < len(row)}
-            raise ConfigError(f"{schedule.name} waits for itself: {waiting(schedule, heads)}",
-                              "put what is waited for earlier")
+            raise ConfigError(
+                f"{schedule.name} waits for itself: {waiting(schedule, heads)}", "put what is waited for earlier"
+            )
     return replace(schedule, rows=tuple(map(tuple, rows)))
 
 
@@ -117,6 +118,8 @@ def partner(message: Action) -> Action:
 
 def waiting(schedule: Schedule, heads: dict[int, Action]) -> str:
     """Which rank waits in which action for what, in words."""
-    return ", ".join(f"rank {rank} in {head}" + (f" for {source[0]}{source[1]}{head.microbatch}"
-                                                   if (source := schedule.source(head)) else "")
-                     for rank, head in heads.items())
+    return ", ".join(
+        f"rank {rank} in {head}"
+        + (f" for {source[0]}{source[1]}{head.microbatch}" if (source := schedule.source(head)) else "")
+        for rank, head in heads.items()
+    )

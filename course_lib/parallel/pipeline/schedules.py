@@ -55,8 +55,7 @@ def _gpipe(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Ro
 
 
 def _looped_bfs(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Row:
-    """GPipe with several stages per rank, all micro-batches through one before the next (Lamy-Poirier 2022, section 4).
-    """
+    """GPipe with several stages per rank, all micro-batches through one before the next (Lamy-Poirier 2022, section 4)."""
     parts = [(lap * ranks + rank, microbatch) for lap in range(stages_per_rank) for microbatch in range(microbatches)]
     return alternate(parts, parts[::-1], warmup=len(parts))
 
@@ -196,10 +195,14 @@ def illegal(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> t
     if kind.stages_per_rank not in (None, stages_per_rank):
         return (f"{name} with {stages_per_rank} stages a rank", f"it takes exactly {kind.stages_per_rank}")
     if kind.equal_groups and microbatches % groups(ranks, microbatches):
-        return (f"{name} with {microbatches} micro-batches on {ranks} ranks",
-                f"they must divide into {groups(ranks, microbatches)} equal groups (micro-batches // ranks); "
-                f"take a multiple of {ranks}")
+        return (
+            f"{name} with {microbatches} micro-batches on {ranks} ranks",
+            f"they must divide into {groups(ranks, microbatches)} equal groups (micro-batches // ranks); "
+            f"take a multiple of {ranks}",
+        )
     if kind.paired and microbatches < 2 * ranks:
-        return (f"{name} with {microbatches} micro-batches on {ranks} ranks",
-                f"it takes at least as many as stages, {2 * ranks}")
+        return (
+            f"{name} with {microbatches} micro-batches on {ranks} ranks",
+            f"it takes at least as many as stages, {2 * ranks}",
+        )
     return None

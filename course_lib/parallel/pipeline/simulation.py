@@ -71,8 +71,10 @@ class Costs:
         if not isinstance(value, Sequence):
             return [exact(value)] * stages
         if len(value) != stages:
-            raise ConfigError(f"cost `{name}` is given for {len(value)} stages, and the table has {stages}",
-                              "give one number, or one for each stage")
+            raise ConfigError(
+                f"cost `{name}` is given for {len(value)} stages, and the table has {stages}",
+                "give one number, or one for each stage",
+            )
         return [exact(cost) for cost in value]
 
 
@@ -158,8 +160,12 @@ def ticks(costs: Costs, stages: int) -> tuple[int, dict[tuple[int, str], int], i
     return scale, length, int(latency * scale)
 
 
-def _run(schedule: Schedule, length: dict[tuple[int, str], int], latency: int, pair: int | None,
-         ) -> list[list[tuple[Action, int, int]]]:
+def _run(
+    schedule: Schedule,
+    length: dict[tuple[int, str], int],
+    latency: int,
+    pair: int | None,
+) -> list[list[tuple[Action, int, int]]]:
     """Start and end of each computation, by rank.
 
     A rank goes on until it misses an input; who makes that input wakes it. So each action is looked at once or twice,
@@ -202,8 +208,9 @@ def _run(schedule: Schedule, length: dict[tuple[int, str], int], latency: int, p
                         awake.append(asleep.pop(key))
     if asleep:
         heads = {rank: rows[rank][position[rank]][0] for rank in sorted(asleep.values())}
-        raise ConfigError(f"{schedule.name} waits for itself: {waiting(schedule, heads)}",
-                          "put what is waited for earlier")
+        raise ConfigError(
+            f"{schedule.name} waits for itself: {waiting(schedule, heads)}", "put what is waited for earlier"
+        )
     return timed
 
 
@@ -231,8 +238,16 @@ def _peak_activations(schedule: Schedule, costs: Costs) -> tuple[Fraction, ...]:
     """The most that each rank holds: F takes them, B gives them back, I a part and W the rest."""
     activation, kept = (costs.of(cost, schedule.stages) for cost in ("activation", "kept"))
     unit = lcm(*(size.denominator for size in (*activation, *kept)))
-    change = {(stage, kind): int(unit * size) for stage in range(schedule.stages) for kind, size in (
-        (F, activation[stage]), (B, -activation[stage]), (I, kept[stage] - activation[stage]), (W, -kept[stage]))}
+    change = {
+        (stage, kind): int(unit * size)
+        for stage in range(schedule.stages)
+        for kind, size in (
+            (F, activation[stage]),
+            (B, -activation[stage]),
+            (I, kept[stage] - activation[stage]),
+            (W, -kept[stage]),
+        )
+    }
     # In the order of the row: no time is needed, a rank does one thing after the other.
     changes_by_rank = ((change[stage, kind] for stage, kind, _ in row if kind in COMPUTE) for row in schedule.rows)
     return tuple(Fraction(max(accumulate(changes)), unit) for changes in changes_by_rank)

@@ -11,8 +11,12 @@ from course_lib.parallel.absence import ABSENT, are_absent
 from course_lib.parallel.sharded_gradient import held, put
 
 
-def sum_shared_gradients(shared: Sequence[Mapping[int, str]], stages: Mapping[int, nn.Module],
-                         stage_ranks: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
+def sum_shared_gradients(
+    shared: Sequence[Mapping[int, str]],
+    stages: Mapping[int, nn.Module],
+    stage_ranks: Sequence[int],
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Add up the gradients of each shared weight over the ranks that hold a copy; a collective call.
 
     To be called once before the optimizer's step. The sum is the same to the last bit everywhere, so that copies that
@@ -38,8 +42,12 @@ def sum_shared_gradients(shared: Sequence[Mapping[int, str]], stages: Mapping[in
         own = torch.full_like(weight, ABSENT) if mine is None else mine.contiguous() + 0.0
         parts = {peer: own if peer == rank else torch.empty_like(own) for peer in holders}
         # --- every holder sends to every other: there are two of them, or few, and no group of theirs is needed ---
-        exchange = [dist.P2POp(operation, tensor, group=group, group_peer=peer) for peer in holders if peer != rank
-                    for operation, tensor in ((dist.isend, own), (dist.irecv, parts[peer]))]
+        exchange = [
+            dist.P2POp(operation, tensor, group=group, group_peer=peer)
+            for peer in holders
+            if peer != rank
+            for operation, tensor in ((dist.isend, own), (dist.irecv, parts[peer]))
+        ]
         for work in dist.batch_isend_irecv(exchange) if exchange else ():
             work.wait()
         # --- add in the order of the ranks, the same everywhere: in another order the last bits would differ, and the

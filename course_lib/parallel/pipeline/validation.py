@@ -73,14 +73,20 @@ def _check_cells(schedule: Schedule, rank: int) -> None:
     seen: set[Action] = set()
     for action in schedule.rows[rank]:
         if action.kind not in COMPUTE + COMMUNICATION:
-            raise ConfigError(f"rank {rank} of {schedule.name} has {action} of unknown kind",
-                              f"choose from {', '.join(COMPUTE + COMMUNICATION)}")
+            raise ConfigError(
+                f"rank {rank} of {schedule.name} has {action} of unknown kind",
+                f"choose from {', '.join(COMPUTE + COMMUNICATION)}",
+            )
         if not 0 <= action.stage < schedule.stages or not 0 <= action.microbatch < schedule.microbatches:
-            raise ConfigError(f"rank {rank} of {schedule.name} has {action}",
-                              f"there are {schedule.stages} stages and {schedule.microbatches} micro-batches, from 0")
+            raise ConfigError(
+                f"rank {rank} of {schedule.name} has {action}",
+                f"there are {schedule.stages} stages and {schedule.microbatches} micro-batches, from 0",
+            )
         if schedule.stage_ranks[action.stage] != rank:
-            raise ConfigError(f"rank {rank} of {schedule.name} has {action}",
-                              f"stage {action.stage} lives on rank {schedule.stage_ranks[action.stage]}")
+            raise ConfigError(
+                f"rank {rank} of {schedule.name} has {action}",
+                f"stage {action.stage} lives on rank {schedule.stage_ranks[action.stage]}",
+            )
         if action in seen:  # it would add the same gradient twice, and nothing would look wrong
             raise ConfigError(f"rank {rank} of {schedule.name} has {action} twice", "take one away")
         seen.add(action)
@@ -92,8 +98,9 @@ def _check_order(schedule: Schedule, rank: int) -> None:
     for action in schedule.rows[rank]:
         needed = _needed(action)
         if needed and not seen.intersection(needed):
-            raise ConfigError(f"rank {rank} of {schedule.name} has {action} before {' or '.join(map(str, needed))}",
-                              "put it later")
+            raise ConfigError(
+                f"rank {rank} of {schedule.name} has {action} before {' or '.join(map(str, needed))}", "put it later"
+            )
         seen.add(action)
 
 
@@ -114,12 +121,15 @@ def _check_complete(schedule: Schedule) -> None:
             if forward not in present:
                 raise ConfigError(f"{schedule.name} lacks {forward}", "each stage takes each micro-batch forward once")
             if whole in present and present & {of_input, of_weights}:
-                raise ConfigError(f"{schedule.name} has {whole} and {of_input} or {of_weights}",
-                                  "a backward is whole or split, not both")
+                raise ConfigError(
+                    f"{schedule.name} has {whole} and {of_input} or {of_weights}",
+                    "a backward is whole or split, not both",
+                )
             if whole not in present and not present >= {of_input, of_weights}:
-                raise ConfigError(f"{schedule.name} lacks {of_weights if of_input in present else of_input}",
-                                  f"each stage takes each micro-batch backward once, as {whole}, "
-                                  f"or as {of_input} and {of_weights}")
+                raise ConfigError(
+                    f"{schedule.name} lacks {of_weights if of_input in present else of_input}",
+                    f"each stage takes each micro-batch backward once, as {whole}, or as {of_input} and {of_weights}",
+                )
 
 
 def _check_messages(schedule: Schedule, lowered: Schedule) -> None:
@@ -167,5 +177,7 @@ def _run_blocking(lowered: Schedule) -> None:
             moved = True
     stuck = [f"rank {rank} in {action}" for rank, action in enumerate(at) if action is not None]
     if stuck:
-        raise ConfigError(f"{lowered.name} hangs where sends block until they are received: {', '.join(stuck)}",
-                          "both ranks must come to their common messages in one order")
+        raise ConfigError(
+            f"{lowered.name} hangs where sends block until they are received: {', '.join(stuck)}",
+            "both ranks must come to their common messages in one order",
+        )

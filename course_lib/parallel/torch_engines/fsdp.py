@@ -36,8 +36,10 @@ def hybrid_mesh(device_type: str, replicas: int, shards: int) -> DeviceMesh:
     """
     world = dist.get_world_size()
     if replicas * shards != world:
-        raise ConfigError(f"{replicas} replicas of {shards} shards are {replicas * shards} ranks, not {world}",
-                          "choose sizes whose product is the number of ranks")
+        raise ConfigError(
+            f"{replicas} replicas of {shards} shards are {replicas * shards} ranks, not {world}",
+            "choose sizes whose product is the number of ranks",
+        )
     return init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
@@ -92,11 +94,13 @@ class TorchFullyShardedDataParallel(nn.Module):
         gradients = [record.sharded_param.grad for record in records] + [whole.grad for whole in gathered]
         gradients += [record.unsharded_accumulated_grad for record in records]
         states = [leaf for leaf in tree_leaves(dict(self.optimizer.state)) if isinstance(leaf, Tensor)]
-        return {"parameters": [_local(record.sharded_param) for record in records]
-                + [buffer for record in records for buffer in record.all_gather_outputs],
-                "gradients": [_local(gradient) for gradient in gradients if gradient is not None],
-                "optimizer states": [_local(tensor) for tensor in states],
-                "communication buffers": []}
+        return {
+            "parameters": [_local(record.sharded_param) for record in records]
+            + [buffer for record in records for buffer in record.all_gather_outputs],
+            "gradients": [_local(gradient) for gradient in gradients if gradient is not None],
+            "optimizer states": [_local(tensor) for tensor in states],
+            "communication buffers": [],
+        }
 
     def _managed(self) -> list[Any]:
         """FSDP2's record of each parameter: its piece, the buffer to gather it in, its gradients.
@@ -108,10 +112,18 @@ class TorchFullyShardedDataParallel(nn.Module):
         return [record for group in groups for record in group.fsdp_params]
 
 
-def shard_with_torch(module: nn.Module, optimizer: Optimizer, *, units: Collection[nn.Module] | None = None,
-                     mesh: DeviceMesh | None = None, reshard_after_forward: bool = True,
-                     param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None,
-                     cpu_offload: bool = False, filled_later: bool = False) -> TorchFullyShardedDataParallel:
+def shard_with_torch(
+    module: nn.Module,
+    optimizer: Optimizer,
+    *,
+    units: Collection[nn.Module] | None = None,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool = True,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    cpu_offload: bool = False,
+    filled_later: bool = False,
+) -> TorchFullyShardedDataParallel:
     """Split a model over ranks with ``fully_shard``, on CPUs (gloo) and GPUs (NCCL) by the same code path.
 
     Args:
@@ -134,8 +146,10 @@ def shard_with_torch(module: nn.Module, optimizer: Optimizer, *, units: Collecti
     check_elementwise(optimizer, "fsdp")
     device = next(module.parameters()).device
     if cpu_offload and device.type == "cpu":
-        raise ConfigError("cpu_offload moves pieces from a GPU to the host, and this model is on the CPU already",
-                          "leave it out, or run on a GPU")
+        raise ConfigError(
+            "cpu_offload moves pieces from a GPU to the host, and this model is on the CPU already",
+            "leave it out, or run on a GPU",
+        )
     # --- phase 1: which modules are units, and what fully_shard would do wrong without a word ---
     chosen = list(dict.fromkeys(partition.blocks(module).values() if units is None else units))
     partition.check_disjoint(chosen)
@@ -152,8 +166,9 @@ def shard_with_torch(module: nn.Module, optimizer: Optimizer, *, units: Collecti
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     for unit in chosen:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy,
-                    offload_policy=offload)
+        fully_shard(
+            unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=offload
+        )
         run_hooks_always(unit)
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
     if filled_later:  # now there is room to make for a share alone
@@ -170,9 +185,11 @@ def _check_not_tied_between(module: nn.Module, chosen: Collection[nn.Module]) ->
     for unit in chosen:
         for name, parameter in unit.named_parameters():
             if owner[parameter] is not unit:
-                raise ConfigError(f"{names_of(module)[parameter]} is tied to {name} of a {type(unit).__name__}, "
-                                  "and fully_shard cannot split a parameter that units share",
-                                  "choose units= that keep tied parameters together, or the engine from scratch")
+                raise ConfigError(
+                    f"{names_of(module)[parameter]} is tied to {name} of a {type(unit).__name__}, "
+                    "and fully_shard cannot split a parameter that units share",
+                    "choose units= that keep tied parameters together, or the engine from scratch",
+                )
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -34,28 +34,38 @@ class TorchPipeline:
         ConfigError: a table that cannot run.
     """
 
-    def __init__(self, schedule: Schedule, stages: Mapping[int, nn.Module], loss_function: LossFunction,
-                 group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, nn.Module],
+        loss_function: LossFunction,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+    ):
         check(schedule)
         ranks = schedule.stage_ranks
         if torch_version() < (2, 12) and any(ranks[stage] == ranks[stage + 1] for stage in range(schedule.stages - 1)):
-            raise ConfigError("torch's schedule runtime sends every stage's output to another rank before torch 2.12, "
-                              "and this table has neighbouring stages on one rank",
-                              "take the engine scratch, another schedule, or torch 2.12")
+            raise ConfigError(
+                "torch's schedule runtime sends every stage's output to another rank before torch 2.12, "
+                "and this table has neighbouring stages on one rank",
+                "take the engine scratch, another schedule, or torch 2.12",
+            )
         self.table = without_communication(schedule)
         self.stages, self.loss_function, self.group = dict(stages), loss_function, group
         self.device = torch.device(device)
         self._engines: dict[tuple, Any] = {}
 
-    def step(self, *inputs: Tensor, targets: Tensor, scale: float | Tensor | None = None,
-             **extras: Tensor) -> StepResult:
+    def step(
+        self, *inputs: Tensor, targets: Tensor, scale: float | Tensor | None = None, **extras: Tensor
+    ) -> StepResult:
         """Forward and backward of one batch; as :meth:`PipelineExecutor.step`, without spans and peak."""
         if scale is None:
             scale = 1 / self.table.microbatches
         losses: list[Tensor] = []
         self._scale = scale  # read by `_scaled_loss`: torch's engine knows 1 / micro-batches only
-        self._engine(inputs, extras).step(*self._own(inputs), target=targets, losses=losses, return_outputs=False,
-                                          **extras)
+        self._engine(inputs, extras).step(
+            *self._own(inputs), target=targets, losses=losses, return_outputs=False, **extras
+        )
         return StepResult([loss.detach() / scale for loss in losses])
 
     def _own(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -73,10 +83,14 @@ class TorchPipeline:
         # --- phase 1: a stage of torch's for each of ours; it finds out the shapes of messages in its first step ---
         parts = [
             pipelining.PipelineStage(_WithoutViews(module), stage, self.table.stages, self.device, group=self.group)
-            for stage, module in sorted(self.stages.items())]
+            for stage, module in sorted(self.stages.items())
+        ]
         # --- phase 2: its runtime, which walks a table as our executor does. `scale_grads` would divide once more ---
-        options: dict[str, Any] = {"n_microbatches": self.table.microbatches, "loss_fn": self._scaled_loss,
-                                   "scale_grads": False}
+        options: dict[str, Any] = {
+            "n_microbatches": self.table.microbatches,
+            "loss_fn": self._scaled_loss,
+            "scale_grads": False,
+        }
         runtime = _PipelineScheduleRuntime(parts, **options)
         # --- phase 3: the table. It is read from a file and in no other way; torch adds its own sends and receives ---
         with tempfile.TemporaryDirectory() as folder:
@@ -97,5 +111,4 @@ class _WithoutViews(nn.Module):
         self.module = module
 
     def forward(self, *inputs: Tensor, **extras: Tensor) -> Any:
-        return tree_map(lambda output: output.clone() if output._is_view() else output,
-                        self.module(*inputs, **extras))
+        return tree_map(lambda output: output.clone() if output._is_view() else output, self.module(*inputs, **extras))

@@ -53,8 +53,15 @@ class TorchTensorParallel(nn.Module):
         ModelError: the ranks' models differ, there is no plan, or a block has parameters that the plan does not know.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, *, plan: TensorPlan | None = None, sequence: bool = False,
-                 split_vocabulary: bool = True):
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        plan: TensorPlan | None = None,
+        sequence: bool = False,
+        split_vocabulary: bool = True,
+    ):
         super().__init__()
         self.plan, config = plan_of(module, plan)
         self.module, self.mesh = module, mesh
@@ -90,8 +97,11 @@ class TorchTensorParallel(nn.Module):
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """The gradients of the whole model's parameters, on every rank; a collective call."""
-        return {name: self._whole(name, parameter.grad) for name, parameter in self.module.named_parameters()
-                if parameter.grad is not None}
+        return {
+            name: self._whole(name, parameter.grad)
+            for name, parameter in self.module.named_parameters()
+            if parameter.grad is not None
+        }
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor put together, and back in the order and the shape that Conv1D had."""
@@ -113,8 +123,7 @@ class TorchTensorParallel(nn.Module):
                 self._fused[full] = 3 if role is Role.QKV else 1
                 block.set_submodule(part, as_linear(layer, self._fused[full], self.mesh.size()))
             if role in (Role.COLUMN, Role.QKV):
-                styles[full] = ColwiseParallel(
-                    input_layouts=Replicate() if part.startswith(entered) else self.between)
+                styles[full] = ColwiseParallel(input_layouts=Replicate() if part.startswith(entered) else self.between)
             elif role is Role.ROW:
                 styles[full] = RowwiseParallel(output_layouts=self.between)
             elif role is Role.NORM and self.between.is_shard():
@@ -143,7 +152,8 @@ class TorchTensorParallel(nn.Module):
             for part, role in self.plan.roles.items():
                 if role is Role.ENTER:
                     block.get_submodule(part).register_forward_pre_hook(
-                        functools.partial(exchange_hidden, enter, self.mesh), with_kwargs=True)
+                        functools.partial(exchange_hidden, enter, self.mesh), with_kwargs=True
+                    )
         if not self.between.is_shard():
             return
         first, last = list(blocks.values())[0], list(blocks.values())[-1]
@@ -151,7 +161,8 @@ class TorchTensorParallel(nn.Module):
         if (norm := named(self.module, self.plan.final_norm)) is not None:
             last = self.module.get_submodule(norm)
         last.register_forward_hook(
-            lambda module, args, hidden: _placed(hidden, self.mesh, self.between, Replicate()).to_local())
+            lambda module, args, hidden: _placed(hidden, self.mesh, self.between, Replicate()).to_local()
+        )
 
     def _slice(self, hidden: Tensor, mesh: DeviceMesh) -> Tensor:
         check_divides("the number of tokens", hidden.shape[SEQUENCE], mesh.size(), PAD_SEQUENCES)

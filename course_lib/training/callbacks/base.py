@@ -58,8 +58,11 @@ class FunctionCallback(Callback):
 
 def evaluated(line: Mapping[str, Any]) -> str:
     """A logged evaluation as text, with 95 % intervals: ``step 48: validation accuracy 0.8021 [0.7610, 0.8381]``."""
-    scores = {name.removeprefix("eval."): value for name, value in line.items()
-              if name.startswith("eval.") and isinstance(value, float)}
+    scores = {
+        name.removeprefix("eval."): value
+        for name, value in line.items()
+        if name.startswith("eval.") and isinstance(value, float)
+    }
 
     def told(name: str) -> str:
         ends = [f"{scores[end]:.4f}" for end in (f"{name}_low", f"{name}_high") if end in scores]
@@ -79,8 +82,14 @@ class ProgressBar(Callback):
     """Steps done, loss, learning rate, samples and tokens per second, and MFU where it is known, on the main rank."""
 
     def on_train_begin(self, trainer: "Trainer") -> None:
-        self.bar = tqdm(total=trainer.state.max_steps, initial=trainer.state.step, desc="train", unit="step",
-                        disable=not (trainer.is_main and shows_bar(trainer.config)), mininterval=0.5)
+        self.bar = tqdm(
+            total=trainer.state.max_steps,
+            initial=trainer.state.step,
+            desc="train",
+            unit="step",
+            disable=not (trainer.is_main and shows_bar(trainer.config)),
+            mininterval=0.5,
+        )
 
     def on_step_end(self, trainer: "Trainer") -> None:
         self.bar.update()
@@ -88,9 +97,12 @@ class ProgressBar(Callback):
     def on_log(self, trainer: "Trainer", line: dict[str, Any]) -> None:
         if "loss" in line:
             mfu = f", MFU {line['mfu']:.1%}" if "mfu" in line else ""
-            self.bar.set_postfix_str(f"loss {line['loss']:.4f}, lr {line['learning_rate']:.1e}, "
-                                     f"{line['samples_per_second']:.0f} samples/s, "
-                                     f"{line['tokens_per_second']:,.0f} tokens/s{mfu}", refresh=False)
+            self.bar.set_postfix_str(
+                f"loss {line['loss']:.4f}, lr {line['learning_rate']:.1e}, "
+                f"{line['samples_per_second']:.0f} samples/s, "
+                f"{line['tokens_per_second']:,.0f} tokens/s{mfu}",
+                refresh=False,
+            )
         elif not self.bar.disable:
             self.bar.write(evaluated(line))
 

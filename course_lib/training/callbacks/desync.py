@@ -15,8 +15,9 @@ from course_lib.training.callbacks.base import Callback
 if TYPE_CHECKING:
     from course_lib.training.trainer import Trainer
 
-OWN_ON_EACH_RANK = frozenset({"dataset", "model", "output_dir", "env_file", "num_workers", "pin_memory",
-                              "progress_bar"})
+OWN_ON_EACH_RANK = frozenset(
+    {"dataset", "model", "output_dir", "env_file", "num_workers", "pin_memory", "progress_bar"}
+)
 """Fields that ranks may differ in: paths, as machines may mount them elsewhere, whose content is compared by itself;
 and what changes no result."""
 
@@ -40,8 +41,11 @@ class AgreementCheck(Callback):
     def on_connect(self, trainer: "Trainer") -> None:
         if trainer.num_processes > 1:
             parameters = trainer.engine.parameters()
-            compare([_config(trainer), _data(trainer), _model(trainer, parameters, parameters)],
-                    "before the first step", GatheringRanks(trainer.device))
+            compare(
+                [_config(trainer), _data(trainer), _model(trainer, parameters, parameters)],
+                "before the first step",
+                GatheringRanks(trainer.device),
+            )
 
     def on_train_begin(self, trainer: "Trainer") -> None:
         self._compare(trainer, "before the first step")
@@ -55,24 +59,42 @@ class AgreementCheck(Callback):
         if trainer.num_processes > 1:
             parts = held_alike(trainer)
             whole = {name: parameter for _, alike in parts for name, parameter in alike.items()}
-            compare([_config(trainer), _data(trainer), _model(trainer, trainer.engine.parameters(), whole),
-                     _step(trainer),
-                     *(replicas(alike, "look for what that rank alone does, and resume from a checkpoint before it",
-                                part, self.elements, self.steps) for part, alike in parts)],
-                    f"{when} (they agreed {self.agreed})" if self.agreed else when, GatheringRanks(trainer.device))
+            compare(
+                [
+                    _config(trainer),
+                    _data(trainer),
+                    _model(trainer, trainer.engine.parameters(), whole),
+                    _step(trainer),
+                    *(
+                        replicas(
+                            alike,
+                            "look for what that rank alone does, and resume from a checkpoint before it",
+                            part,
+                            self.elements,
+                            self.steps,
+                        )
+                        for part, alike in parts
+                    ),
+                ],
+                f"{when} (they agreed {self.agreed})" if self.agreed else when,
+                GatheringRanks(trainer.device),
+            )
         self.agreed = when
 
 
 def _config(trainer: "Trainer") -> Topic:
     fields = flatten(trainer.config).items()
-    return topic({f"`{name}`": repr(value) for name, value in fields if name not in OWN_ON_EACH_RANK},
-                 "start every rank with the same options and config files")
+    return topic(
+        {f"`{name}`": repr(value) for name, value in fields if name not in OWN_ON_EACH_RANK},
+        "start every rank with the same options and config files",
+    )
 
 
 def _data(trainer: "Trainer") -> Topic:
     rows = {f"the number of {split} rows": str(len(part)) for split, part in trainer.data.splits.items()}
-    return topic(rows | {"the data's fingerprint": trainer.data.fingerprint[:12]},
-                 "give every machine the same data files")
+    return topic(
+        rows | {"the data's fingerprint": trainer.data.fingerprint[:12]}, "give every machine the same data files"
+    )
 
 
 def _model(trainer: "Trainer", parameters: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Topic:
@@ -83,8 +105,11 @@ def _model(trainer: "Trainer", parameters: Mapping[str, Tensor], whole: Mapping[
         trained = "trained" if parameter.requires_grad else "frozen"
         return f"{shape}{str(parameter.dtype).removeprefix('torch.')} {trained}"
 
-    return topic({f"parameter `{name}`": described(name, parameter) for name, parameter in parameters.items()},
-                 "build the same model on every rank", trainer.engine.part)
+    return topic(
+        {f"parameter `{name}`": described(name, parameter) for name, parameter in parameters.items()},
+        "build the same model on every rank",
+        trainer.engine.part,
+    )
 
 
 def _step(trainer: "Trainer") -> Topic:

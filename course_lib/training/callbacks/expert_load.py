@@ -52,20 +52,29 @@ class ExpertLoad(Callback):
             return
         chosen, dropped = self.counts.take()
         own_loss = trainer.router_loss.take() if trainer.router_loss else 0.0
-        by_rank = trainer.engine.gather_objects((dict(zip(self.counts.names, chosen.tolist(), strict=True)), dropped,
-                                                 own_loss))
-        layers = {name: [rank_counts[name] for rank_counts, *_ in by_rank if name in rank_counts]
-                  for name in dict.fromkeys(name for rank_counts, *_ in by_rank for name in rank_counts)}
+        by_rank = trainer.engine.gather_objects(
+            (dict(zip(self.counts.names, chosen.tolist(), strict=True)), dropped, own_loss)
+        )
+        layers = {
+            name: [rank_counts[name] for rank_counts, *_ in by_rank if name in rank_counts]
+            for name in dict.fromkeys(name for rank_counts, *_ in by_rank for name in rank_counts)
+        }
         totals = [[sum(counts) for counts in zip(*ranks, strict=True)] for ranks in layers.values()]
-        line |= {"expert_imbalance": round(max(max(total) * len(total) / sum(total) for total in totals), 4),
-                 "experts_unused": sum(total.count(0) for total in totals),
-                 "tokens_dropped": sum(dropped for _, dropped, _ in by_rank)}
+        line |= {
+            "expert_imbalance": round(max(max(total) * len(total) / sum(total) for total in totals), 4),
+            "experts_unused": sum(total.count(0) for total in totals),
+            "tokens_dropped": sum(dropped for _, dropped, _ in by_rank),
+        }
         if trainer.router_loss:
             line["router_aux_loss"] = round(sum(share for *_, share in by_rank), 6)
         if (sharing := trainer.config.parallel.expert_parallel_size) > 1:
-            line["expert_rank_imbalance"] = round(max(
-                imbalance_of_ranks([ranks[first : first + sharing] for ranks in layers.values()])
-                for first in range(0, len(by_rank), sharing)), 4)
+            line["expert_rank_imbalance"] = round(
+                max(
+                    imbalance_of_ranks([ranks[first : first + sharing] for ranks in layers.values()])
+                    for first in range(0, len(by_rank), sharing)
+                ),
+                4,
+            )
         if trainer.is_main:
             with checkpoint.saving(f"a line of {self.lines.path}"):
                 self.lines.append({"step": line["step"], "chosen": layers})

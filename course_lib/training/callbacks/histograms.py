@@ -42,8 +42,13 @@ class TensorWatch:
 
     def _look_at_gradients(self, *_: Any) -> None:
         if self.is_due(self.trainer.state.step + 1):  # counted after the optimizer's
-            self.gradients = histograms({f"gradients/{name}": parameter.grad for name, parameter in self.names.items()
-                                         if parameter.grad is not None})
+            self.gradients = histograms(
+                {
+                    f"gradients/{name}": parameter.grad
+                    for name, parameter in self.names.items()
+                    if parameter.grad is not None
+                }
+            )
 
     def collect(self) -> dict[str, Histogram]:
         """The histograms of the step just done, by ``gradients/NAME`` and ``parameters/NAME``."""
@@ -69,8 +74,10 @@ def histograms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Histogram]:
 
     The device is waited for twice, however many tensors there are: once for all ends, once for all counts.
     """
-    held = {name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-            for name, tensor in tensors.items()}
+    held = {
+        name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        for name, tensor in tensors.items()
+    }
     held = {name: tensor.float() for name, tensor in held.items() if tensor.numel()}
     if not held:
         return {}
@@ -81,7 +88,10 @@ def histograms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Histogram]:
             ends[row] = [float(end) for end in held[name].aminmax()] if held[name].numel() else [0.0, 0.0]
         if ends[row][0] == ends[row][1]:
             ends[row] = [ends[row][0] - 0.5, ends[row][1] + 0.5]
-    counts = torch.stack([torch.histc(tensor, BINS, *pair)
-                          for tensor, pair in zip(held.values(), ends, strict=True)]).tolist()
-    return {name: Histogram([int(count) for count in row], *pair)
-            for name, row, pair in zip(held, counts, ends, strict=True)}
+    counts = torch.stack(
+        [torch.histc(tensor, BINS, *pair) for tensor, pair in zip(held.values(), ends, strict=True)]
+    ).tolist()
+    return {
+        name: Histogram([int(count) for count in row], *pair)
+        for name, row, pair in zip(held, counts, ends, strict=True)
+    }

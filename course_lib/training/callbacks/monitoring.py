@@ -88,17 +88,27 @@ class MemoryMonitor(Callback):
         if step % self.every and not trainer.state.finished:
             return
         held_by_rank = from_every_rank(trainer, self.memory(trainer))
-        self.rows += [{"step": step, "rank": rank, "mib": held, "share": held / limit}
-                      for rank, (held, limit) in enumerate(held_by_rank)]
+        self.rows += [
+            {"step": step, "rank": rank, "mib": held, "share": held / limit}
+            for rank, (held, limit) in enumerate(held_by_rank)
+        ]
         for rank, (held, limit) in enumerate(held_by_rank):
             if held >= self.alert * limit:
-                self._alert(trainer, f"threshold {rank}", f"rank {rank} holds {held:,.0f} of its {limit:,.0f} MiB "
-                            f"({held / limit:.0%}), and the threshold is {self.alert:.0%}")
+                self._alert(
+                    trainer,
+                    f"threshold {rank}",
+                    f"rank {rank} holds {held:,.0f} of its {limit:,.0f} MiB "
+                    f"({held / limit:.0%}), and the threshold is {self.alert:.0%}",
+                )
         amounts = [held for held, _ in held_by_rank]
         most, least = max(amounts), min(amounts)
         if most >= self.imbalance * least and len(amounts) > 1:
-            self._alert(trainer, "imbalance", f"rank {amounts.index(most)} holds {most:,.0f} MiB and rank "
-                        f"{amounts.index(least)} {least:,.0f}, {most / least:.2f} times less")
+            self._alert(
+                trainer,
+                "imbalance",
+                f"rank {amounts.index(most)} holds {most:,.0f} MiB and rank "
+                f"{amounts.index(least)} {least:,.0f}, {most / least:.2f} times less",
+            )
 
     def _alert(self, trainer: "Trainer", kind: str, text: str) -> None:
         if kind in self._said:
@@ -143,10 +153,18 @@ class CommunicationMonitor(Callback):
             with Meter(trainer.wrapped, trainer.optimizer) as meter:
                 result = train_step(micro_batches)
             seconds = meter.end - meter.start
-            by_rank = from_every_rank(trainer, (seconds, meter.communication_seconds / seconds,
-                                              meter.exposed_seconds / seconds, meter.bytes_sent / 1e6))
-            self.rows += [dict(zip(self.COLUMNS, (step, rank, *numbers), strict=True))
-                          for rank, numbers in enumerate(by_rank)]
+            by_rank = from_every_rank(
+                trainer,
+                (
+                    seconds,
+                    meter.communication_seconds / seconds,
+                    meter.exposed_seconds / seconds,
+                    meter.bytes_sent / 1e6,
+                ),
+            )
+            self.rows += [
+                dict(zip(self.COLUMNS, (step, rank, *numbers), strict=True)) for rank, numbers in enumerate(by_rank)
+            ]
             return result
 
         trainer.train_step = metered  # type: ignore[method-assign]
@@ -176,16 +194,25 @@ class Profiler(Callback):
         self.folder, self.rank, self.recorded = trainer.output_dir / MONITOR, trainer.rank, False
         devices = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (trainer.device.type == "cuda")
         quiet()
-        self.profile = profile(activities=devices, schedule=self.schedule, on_trace_ready=self._ready,
-                               profile_memory=self.memory)
+        self.profile = profile(
+            activities=devices, schedule=self.schedule, on_trace_ready=self._ready, profile_memory=self.memory
+        )
         self.profile.start()
 
     def _ready(self, profiled: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         tensorboard_trace_handler(str(self.folder), worker_name=TRACE.format(rank=self.rank))(profiled)
-        rows = [{"operator": operator.key, "calls": operator.count, "cpu_ms": operator.self_cpu_time_total / 1e3,
-                 "device_ms": operator.self_device_time_total / 1e3, "cpu_mib": operator.self_cpu_memory_usage / MIB,
-                 "device_mib": operator.self_device_memory_usage / MIB} for operator in profiled.key_averages()]
+        rows = [
+            {
+                "operator": operator.key,
+                "calls": operator.count,
+                "cpu_ms": operator.self_cpu_time_total / 1e3,
+                "device_ms": operator.self_device_time_total / 1e3,
+                "cpu_mib": operator.self_cpu_memory_usage / MIB,
+                "device_mib": operator.self_device_memory_usage / MIB,
+            }
+            for operator in profiled.key_averages()
+        ]
         write_text(self.folder / PROFILE.format(rank=self.rank), pd.DataFrame(rows).to_csv(index=False))
         self.recorded = True
 
@@ -195,8 +222,9 @@ class Profiler(Callback):
     def on_train_end(self, trainer: "Trainer") -> None:
         self.profile.stop()
         if not self.recorded and trainer.is_main:
-            print("profiler: the run ended before a step was recorded: lower profile_wait and profile_warmup",
-                  flush=True)
+            print(
+                "profiler: the run ended before a step was recorded: lower profile_wait and profile_warmup", flush=True
+            )
 
 
 def ranks_here(trainer: "Trainer") -> int:
@@ -226,8 +254,9 @@ def summary(output_dir: str | Path) -> pd.DataFrame:
         metered = pd.read_csv(folder / COMMUNICATION).groupby("rank")
         parts.append(metered[["seconds", "communication", "exposed", "mb_sent"]].median())
     if not parts:
-        raise DataError(f"no monitor has kept anything in {folder}",
-                        "train with --memory_steps or --communication_steps")
+        raise DataError(
+            f"no monitor has kept anything in {folder}", "train with --memory_steps or --communication_steps"
+        )
     return pd.concat(parts, axis=1)
 
 

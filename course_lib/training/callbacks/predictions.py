@@ -39,8 +39,16 @@ class Predictions:
         """Row number, text, label, prediction and loss of wrong rows, those of the highest loss first."""
         rows = np.flatnonzero(self.labels != self.predicted)
         rows = rows[np.argsort(-self.losses[rows], kind="stable")][:count]
-        return [[int(row), texts[int(row)], label_names[self.labels[row]], label_names[self.predicted[row]],
-                 round(float(self.losses[row]), 4)] for row in rows]
+        return [
+            [
+                int(row),
+                texts[int(row)],
+                label_names[self.labels[row]],
+                label_names[self.predicted[row]],
+                round(float(self.losses[row]), 4),
+            ]
+            for row in rows
+        ]
 
 
 def predict(trainer: "Trainer", split: str) -> Predictions:
@@ -52,9 +60,16 @@ def predict(trainer: "Trainer", split: str) -> Predictions:
         return gathered[-1]
 
     with evaluating(trainer.wrapped):
-        evaluate_split(trainer.wrapped, trainer.eval_loaders[split], trainer.task, trainer.num_labels,
-                       device=trainer.device, precision=trainer.engine.autocast(), gather=gather,
-                       scores=trainer.engine.scores)
+        evaluate_split(
+            trainer.wrapped,
+            trainer.eval_loaders[split],
+            trainer.task,
+            trainer.num_labels,
+            device=trainer.device,
+            precision=trainer.engine.autocast(),
+            gather=gather,
+            scores=trainer.engine.scores,
+        )
     losses, predicted, labels = (torch.cat(parts).cpu().numpy() for parts in zip(*gathered, strict=True))
     # Evaluation goes through the rows by length; the ranks' shares come together in that order.
     rows = trainer.data.splits[split]

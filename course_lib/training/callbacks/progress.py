@@ -10,6 +10,7 @@ from course_lib.training.callbacks.base import Callback, evaluated, shows_bar
 if TYPE_CHECKING:
     from course_lib.training.trainer import Trainer
 
+
 def terminal_lines(config: Config) -> list[Callback]:
     """What a command shows of its run: the first lines, and a line per logged step where there is no bar."""
     return [Opening(), *([] if shows_bar(config) else [LogLines()])]
@@ -33,11 +34,15 @@ def opening(trainer: "Trainer") -> list[str]:
     parameters = sum(_count(shape) for name, shape in trainer.engine.shapes().items())
     lines.append(f"model      {config.model.model}, {parameters / 1e6:.1f} million weights, {config.data.task}")
     strategy = config.parallel.strategy
-    how = config.run.training_type if config.run.training_type != "accelerated" else (
-        f"{strategy} by {config.parallel.chosen_engine}")
+    how = (
+        config.run.training_type
+        if config.run.training_type != "accelerated"
+        else (f"{strategy} by {config.parallel.chosen_engine}")
+    )
     kernels = ", fast CPU kernels" if trainer.cpu_kernels == "fast" else ""
-    lines.append(f"ranks      {trainer.num_processes} ({trainer.device.type}, precision {trainer.precision}{kernels}), "
-                 f"{how}")
+    lines.append(
+        f"ranks      {trainer.num_processes} ({trainer.device.type}, precision {trainer.precision}{kernels}), {how}"
+    )
     begun = f", from step {state.step}" if state.step else ""
     per_epoch = "of a stream" if trainer.data.shards else f"{state.steps_per_epoch} per epoch"
     lines.append(f"steps      {state.max_steps} of {trainer.sampler.global_batch_size} rows, {per_epoch}{begun}")
@@ -64,6 +69,7 @@ def logged_step(trainer: "Trainer", line: dict[str, Any]) -> str:
     state = trainer.state
     left = state.seconds / state.step * (state.max_steps - state.step)
     rate = f", {line['samples_per_second']:.0f} samples/s" if "samples_per_second" in line else ""
-    return (f"step {state.step}/{state.max_steps}, epoch {line['epoch']:.2f}, loss {line['loss']:.4f}, "
-            f"lr {line['learning_rate']:.1e}{rate}, {tqdm.format_interval(left)} left")
-
+    return (
+        f"step {state.step}/{state.max_steps}, epoch {line['epoch']:.2f}, loss {line['loss']:.4f}, "
+        f"lr {line['learning_rate']:.1e}{rate}, {tqdm.format_interval(left)} left"
+    )

@@ -85,8 +85,11 @@ class StepProfile(Callback):
 
     def on_train_begin(self, trainer: "Trainer") -> None:
         if trainer.device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"profile sees no operators on {trainer.device.type}",
-                              "use --device cpu, or leave it out", cure={"device": "cpu"})
+            raise ConfigError(
+                f"profile sees no operators on {trainer.device.type}",
+                "use --device cpu, or leave it out",
+                cure={"device": "cpu"},
+            )
         self.peaks = measure_peaks(trainer.device, DTYPES.get(trainer.precision, torch.float32))
         if trainer.num_processes > 1 and dist.is_initialized():
             self.peaks = replace(self.peaks, link=measure_link(trainer.device))
@@ -94,8 +97,9 @@ class StepProfile(Callback):
         self._hook = trainer.model.register_forward_pre_hook(self._forward, with_kwargs=True)
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (trainer.device.type == "cuda")
         quiet()
-        self.profile = profile(activities=activities, schedule=schedule(
-            wait=self.wait, warmup=self.warmup, active=self.active, repeat=1))
+        self.profile = profile(
+            activities=activities, schedule=schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=1)
+        )
         self.log = CollectiveLog(trainer.clock, lambda tensors: None, lambda begin, end: None)
         self._listening = False
         self.profile.start()
@@ -155,21 +159,34 @@ class StepProfile(Callback):
         offset = rank_clocks.offsets(stamps)[trainer.rank]
         collectives = self.log.collectives()
         assert self.phases.begins is not None
-        events = read(self.profile, trainer.rank, trainer.state.step - self.active, window, self.phases.begins,
-                      collectives)
+        events = read(
+            self.profile, trainer.rank, trainer.state.step - self.active, window, self.phases.begins, collectives
+        )
         self.phases.begins = None
-        recorded = statistics.mean(self._of_steps[-self.active:])
-        counted = self._of_steps[self.wait - 2:self.wait]
+        recorded = statistics.mean(self._of_steps[-self.active :])
+        counted = self._of_steps[self.wait - 2 : self.wait]
         operators = at_tokens(list(zip(counted, self.counted, strict=True)), recorded)
         apart = parts(events, {operator.name for operator in operators if operator.kind != "collective"})
-        own = RankTable(trainer.rank, events.host, (window[1] - window[0]) / self.active,
-                        rows_of(apart, self.active, operators, self.peaks), apart.hidden / self.active,
-                        apart.under_way / self.active, self.peaks, *offset)
+        own = RankTable(
+            trainer.rank,
+            events.host,
+            (window[1] - window[0]) / self.active,
+            rows_of(apart, self.active, operators, self.peaks),
+            apart.hidden / self.active,
+            apart.under_way / self.active,
+            self.peaks,
+            *offset,
+        )
         gathered = trainer.engine.gather_objects((events, collectives, offset, own))
         last, known = trainer.state.step, trainer.throughput.model is not None
         flops = (trainer.state.flops - self._flops) / self.active if known else None
-        self.table = StepTable(range(last - self.active + 1, last + 1), (counted[0], counted[1], recorded), flops,
-                               trainer.throughput.peak, [rank[3] for rank in gathered])
+        self.table = StepTable(
+            range(last - self.active + 1, last + 1),
+            (counted[0], counted[1], recorded),
+            flops,
+            trainer.throughput.peak,
+            [rank[3] for rank in gathered],
+        )
         if trainer.is_main:
             folder = trainer.output_dir / MONITOR
             folder.mkdir(parents=True, exist_ok=True)
@@ -185,13 +202,17 @@ class StepProfile(Callback):
         self._leave()
         self.profile.stop()
         if self.table is None:
-            trainer.say("profile: the run ended before its steps were recorded: it takes "
-                        f"{self.wait + self.warmup + self.active} steps; lower profile_wait, profile_warmup or "
-                        "profile_steps")
+            trainer.say(
+                "profile: the run ended before its steps were recorded: it takes "
+                f"{self.wait + self.warmup + self.active} steps; lower profile_wait, profile_warmup or "
+                "profile_steps"
+            )
         else:
             folder = trainer.output_dir / MONITOR
-            trainer.say(f"where the step went, and its bound\n{self.table.markdown()}\n"
-                        f"trace of all ranks: {folder / TRACE}, for https://ui.perfetto.dev")
+            trainer.say(
+                f"where the step went, and its bound\n{self.table.markdown()}\n"
+                f"trace of all ranks: {folder / TRACE}, for https://ui.perfetto.dev"
+            )
 
 
 def quiet() -> None:
@@ -199,8 +220,14 @@ def quiet() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-def read(profiled: profile, rank: int, before: int, window: tuple[float, float], begins: Sequence[float],
-         collectives: Sequence[Collective]) -> RankEvents:
+def read(
+    profiled: profile,
+    rank: int,
+    before: int,
+    window: tuple[float, float],
+    begins: Sequence[float],
+    collectives: Sequence[Collective],
+) -> RankEvents:
     """A profiler's events on ``time.perf_counter``'s clock.
 
     Args:
@@ -213,8 +240,10 @@ def read(profiled: profile, rank: int, before: int, window: tuple[float, float],
     """
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
     raw = profiled.profiler.kineto_results.events()
-    marks = sorted(((event.start_ns(), event) for event in raw
-                    if event.name().startswith(PHASE) and not _on_gpu(event)), key=lambda mark: mark[0])
+    marks = sorted(
+        ((event.start_ns(), event) for event in raw if event.name().startswith(PHASE) and not _on_gpu(event)),
+        key=lambda mark: mark[0],
+    )
     zero, mark = marks[0]  # the profiler counts from 1970: as seconds in a float that leaves no microseconds
     lag = statistics.median((start - zero) / 1e9 - begin for (start, _), begin in zip(marks, begins, strict=True))
     thread = mark.start_thread_id()
@@ -225,8 +254,7 @@ def read(profiled: profile, rank: int, before: int, window: tuple[float, float],
         end = start + event.duration_ns() / 1e9
         if _on_gpu(event):
             if not event.is_user_annotation():
-                devices.append(DeviceEvent(name, event.device_resource_id(), start, end,
-                                           event.linked_correlation_id()))
+                devices.append(DeviceEvent(name, event.device_resource_id(), start, end, event.linked_correlation_id()))
         elif name.startswith(PHASE):
             phases.append((name.removeprefix(PHASE), start, end))
         elif name.startswith("ProfilerStep#"):  # whose number counts from the profiler's begin
@@ -235,8 +263,17 @@ def read(profiled: profile, rank: int, before: int, window: tuple[float, float],
             hosts.append(HostEvent(name, event.start_thread_id(), start, end, event.correlation_id()))
     flights = [(call.start, min(call.end, window[1]) if call.end == call.end else window[1]) for call in collectives]
     numbered = [(f"step {number}", *step) for number, step in enumerate(sorted(steps), start=before + 1)]
-    return RankEvents(rank, socket.gethostname(), window, numbered, sorted(phases, key=lambda phase: phase[1]), thread,
-                      hosts, devices, flights)
+    return RankEvents(
+        rank,
+        socket.gethostname(),
+        window,
+        numbered,
+        sorted(phases, key=lambda phase: phase[1]),
+        thread,
+        hosts,
+        devices,
+        flights,
+    )
 
 
 def _on_gpu(event: Any) -> bool:

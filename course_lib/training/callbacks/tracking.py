@@ -88,8 +88,9 @@ class TrackingCallback(Callback):
         info = RunInfo(**known, folder=folder, rank=trainer.rank, resumed_at=step)
         if not settings.track_every_rank:
             return info
-        return dataclasses.replace(info, id=f"{info.id}-{trainer.rank}", name=f"{info.name}-rank{trainer.rank}",
-                                   group=info.group or info.name)
+        return dataclasses.replace(
+            info, id=f"{info.id}-{trainer.rank}", name=f"{info.name}-rank{trainer.rank}", group=info.group or info.name
+        )
 
     def _start(self, trainer: "Trainer") -> None:
         config = flatten(self.config) | {"world_size": trainer.num_processes, "device_type": trainer.device.type}
@@ -126,8 +127,11 @@ class TrackingCallback(Callback):
         if self.config.tracking.track_every_rank:
             return dict(zip((f"system/{metric}" for metric in METRICS), own, strict=True))
         rows = from_every_rank(trainer, own)
-        return {f"system/rank{rank}/{metric}": value for rank, row in enumerate(rows)
-                for metric, value in zip(METRICS, row, strict=True)}
+        return {
+            f"system/rank{rank}/{metric}": value
+            for rank, row in enumerate(rows)
+            for metric, value in zip(METRICS, row, strict=True)
+        }
 
     def on_train_end(self, trainer: "Trainer") -> None:
         if not self.enabled:
@@ -139,8 +143,9 @@ class TrackingCallback(Callback):
 
     # --- after the training ---
 
-    def conclude(self, trainer: "Trainer", scores: Mapping[str, Any], split: str,
-                 texts: Sequence[str] | None = None) -> None:
+    def conclude(
+        self, trainer: "Trainer", scores: Mapping[str, Any], split: str, texts: Sequence[str] | None = None
+    ) -> None:
         """Track the final evaluation and wrong predictions. A collective call.
 
         Args:
@@ -156,8 +161,12 @@ class TrackingCallback(Callback):
             predicted = predict(trainer, split)
             names = trainer.data.label_names or ()
             for tracker in self.trackers:
-                tracker.table(f"{split}/wrong_predictions", ("row", "text", "label", "predicted", "loss"),
-                              predicted.wrong(texts, names, settings.log_predictions), step)
+                tracker.table(
+                    f"{split}/wrong_predictions",
+                    ("row", "text", "label", "predicted", "loss"),
+                    predicted.wrong(texts, names, settings.log_predictions),
+                    step,
+                )
                 tracker.confusion(f"{split}/confusion_matrix", names, predicted.confusion(len(names)), step)
 
     def finish(self, trainer: "Trainer", model_dir: Path | None = None) -> None:

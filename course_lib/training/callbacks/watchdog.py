@@ -20,8 +20,9 @@ class WatchdogCallback(Callback):
     """
 
     def __init__(self, config: Config):
-        self.watchdog = Watchdog(config.guard.watchdog, config.output_dir / HANG_FOLDER, ends="RANK" in os.environ,
-                                 holds_sigterm=False)  # the trainer saves a checkpoint then
+        self.watchdog = Watchdog(
+            config.guard.watchdog, config.output_dir / HANG_FOLDER, ends="RANK" in os.environ, holds_sigterm=False
+        )  # the trainer saves a checkpoint then
 
     def on_train_begin(self, trainer: "Trainer") -> None:
         self.watchdog.__enter__()

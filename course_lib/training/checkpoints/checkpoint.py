@@ -45,13 +45,20 @@ def saving(what: str) -> Iterator[None]:
         number = error.errno if isinstance(error, OSError) else int(told[1]) if told else 0
         full = number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         reason = os.strerror(number) if number else str(error)
-        raise CheckpointError(f"could not save {what} ({reason}); what was saved before is untouched",
-                              f"{'free some space' if full else 'make it writable'}, or choose another --output_dir"
-                              ) from error
+        raise CheckpointError(
+            f"could not save {what} ({reason}); what was saved before is untouched",
+            f"{'free some space' if full else 'make it writable'}, or choose another --output_dir",
+        ) from error
 
 
-def write(run_dir: Path, step: int, write_files: Callable[[Path], None], *, is_main: bool = True,
-          barrier: Callable[[], None] = lambda: None) -> Path:
+def write(
+    run_dir: Path,
+    step: int,
+    write_files: Callable[[Path], None],
+    *,
+    is_main: bool = True,
+    barrier: Callable[[], None] = lambda: None,
+) -> Path:
     """Write one checkpoint; called by every rank of the run.
 
     Args:
@@ -194,8 +201,11 @@ def latest(run_dir: Path, say: Callable[[str], None] = lambda line: None) -> Pat
             say(f"{error.what}; trying the one before")
         else:
             return folder
-    raise CheckpointError(f"no whole checkpoint in {run_dir}", "begin anew with --resume_from_checkpoint auto",
-                          cure={"resume_from_checkpoint": "auto"})
+    raise CheckpointError(
+        f"no whole checkpoint in {run_dir}",
+        "begin anew with --resume_from_checkpoint auto",
+        cure={"resume_from_checkpoint": "auto"},
+    )
 
 
 def prune(run_dir: Path, limit: int | None) -> None:
@@ -214,5 +224,7 @@ def prune(run_dir: Path, limit: int | None) -> None:
             os.replace(folder, deleted)  # so that one deleted by half is never taken for a damaged one
             shutil.rmtree(deleted)
         except OSError as error:
-            raise CheckpointError(f"could not delete {folder} ({error.strerror}), beyond --save_total_limit {limit}",
-                                  "delete it by hand, and go on with --resume_from_checkpoint latest") from error
+            raise CheckpointError(
+                f"could not delete {folder} ({error.strerror}), beyond --save_total_limit {limit}",
+                "delete it by hand, and go on with --resume_from_checkpoint latest",
+            ) from error

@@ -38,16 +38,22 @@ def check_model(weights: dict[str, torch.Tensor], mine: dict[str, tuple[int, ...
     theirs = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     if mine != theirs:
         name = next(n for n in [*mine, *theirs] if mine.get(n) != theirs.get(n))
-        raise CheckpointError(f"checkpoint {folder} is from another model: {name} is {theirs.get(name, 'absent')} "
-                              f"there and {mine.get(name, 'absent')} here", "give the --model it was trained from")
+        raise CheckpointError(
+            f"checkpoint {folder} is from another model: {name} is {theirs.get(name, 'absent')} "
+            f"there and {mine.get(name, 'absent')} here",
+            "give the --model it was trained from",
+        )
 
 
 def check_optimizer(state: dict[str, Any], optimizer: Optimizer, folder: Path) -> None:
     """Refuse the state of parameters in other groups: it is kept by their numbers."""
     saved, own = ([group["params"] for group in held["param_groups"]] for held in (state, optimizer.state_dict()))
     if saved != own:
-        raise CheckpointError(f"the optimizer of checkpoint {folder} has {list(map(len, saved))} parameters in its "
-                              f"groups, and this run's {list(map(len, own))}", "resume from another checkpoint")
+        raise CheckpointError(
+            f"the optimizer of checkpoint {folder} has {list(map(len, saved))} parameters in its "
+            f"groups, and this run's {list(map(len, own))}",
+            "resume from another checkpoint",
+        )
 
 
 def put_back(optimizer: Optimizer, saved: dict[str, Any]) -> None:
@@ -69,8 +75,11 @@ def read_into_whole(engine: Engine, folder: Path) -> None:
     for key, flat in sharded.whole(folder, "optimizer/").items():
         name, state = key.rsplit("/", 1)
         parameter = parameters[name]
-        optimizer.state[parameter][state] = (flat.view(()).to(device_of_step(optimizer, parameter)) if state == "step"
-                                             else flat.view(parameter.shape).to(parameter.device))
+        optimizer.state[parameter][state] = (
+            flat.view(()).to(device_of_step(optimizer, parameter))
+            if state == "step"
+            else flat.view(parameter.shape).to(parameter.device)
+        )
 
 
 def write_whole(engine: Engine, folder: Path) -> None:
@@ -102,8 +111,11 @@ def read_pieces(engine: ShardedEngine, folder: Path) -> None:
     """Fill the pieces of an engine that shards its state from either form."""
     if is_sharded(folder):
         room = engine.prepare_optimizer_pieces(sharded.sizes(folder, "optimizer/"))
-        engine.load_tensors({f"model/{name}": piece for name, piece in engine.stored_pieces().items()}
-                            | {f"optimizer/{name}": piece for name, piece in room.items()}, folder)
+        engine.load_tensors(
+            {f"model/{name}": piece for name, piece in engine.stored_pieces().items()}
+            | {f"optimizer/{name}": piece for name, piece in room.items()},
+            folder,
+        )
         engine.load_buffers(safetensors_tree.load(folder / BUFFERS))
     else:
         engine.load_whole_weights(safetensors_tree.load(folder / MODEL))
@@ -131,5 +143,9 @@ def whole_optimizer_state(folder: Path, names: list[str]) -> dict[str, torch.Ten
         names: of the trained parameters, in the order of the optimizer's groups.
     """
     saved = safetensors_tree.load(folder / OPTIMIZER)["state"]
-    return {f"{names[index]}/{state}": value for index, kept in saved.items() for state, value in kept.items()
-            if value is not None}
+    return {
+        f"{names[index]}/{state}": value
+        for index, kept in saved.items()
+        for state, value in kept.items()
+        if value is not None
+    }

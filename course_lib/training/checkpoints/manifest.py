@@ -67,14 +67,17 @@ def verify(folder: Path, *, trust_untouched: bool = False) -> None:
         if about.pop("sha256") != _digest(about):
             raise ValueError("its sum is wrong")
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder} is no checkpoint (it has no {MANIFEST})",
-                              "name a folder such as checkpoint-000120, or `latest`") from None
+        raise CheckpointError(
+            f"{folder} is no checkpoint (it has no {MANIFEST})", "name a folder such as checkpoint-000120, or `latest`"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / MANIFEST} is damaged ({error})", "resume from another checkpoint") from None
     for relative, known in about["files"].items():
         if problem := _problem(folder, relative, known, trust_untouched):
-            raise CheckpointError(f"checkpoint {folder} is damaged: {problem}",
-                                  "resume from another checkpoint, or from `latest`, which skips it")
+            raise CheckpointError(
+                f"checkpoint {folder} is damaged: {problem}",
+                "resume from another checkpoint, or from `latest`, which skips it",
+            )
 
 
 def _problem(folder: Path, relative: str, known: dict[str, Any], trust_untouched: bool) -> str:

@@ -44,8 +44,10 @@ def merge_folder(folder: Path, output: Path) -> Merged:
     if not lora_files.is_adapter(folder):
         if (folder / lora_files.CONFIG).is_file():
             checkpoint_files.check(folder)  # an adapter beside whole weights
-        raise ModelError(f"{folder} holds no adapter", "give the folder with adapter_config.json, such as "
-                         "runs/NAME/model of a run with --lora_r")
+        raise ModelError(
+            f"{folder} holds no adapter",
+            "give the folder with adapter_config.json, such as runs/NAME/model of a run with --lora_r",
+        )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ModelError(f"{output} is there already", "choose another --output")
     base, *_ = lora_files.base_of(folder)

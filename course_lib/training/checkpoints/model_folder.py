@@ -19,9 +19,15 @@ from course_lib.training.unwrapping import deepspeed_left_alone
 from course_lib.writing import write_text
 
 
-def write_model(folder: Path, model: PreTrainedModel, weights: dict[str, torch.Tensor],
-                tokenizer: PreTrainedTokenizerBase, card: str, base: str | None = None,
-                revision: str | None = None) -> None:
+def write_model(
+    folder: Path,
+    model: PreTrainedModel,
+    weights: dict[str, torch.Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    card: str,
+    base: str | None = None,
+    revision: str | None = None,
+) -> None:
     """Write model, tokenizer and card in Hugging Face form, beside their place, and rename.
 
     ``transformers.pipeline`` and ``from_pretrained`` load the folder; one with adapters ``peft.PeftModel``.
@@ -72,8 +78,13 @@ def base_folder(config: Config, origin: str | None, load: Callable[[], LoadedMod
     if origin is not None:
         return str(Path(origin).resolve()) if Path(origin).is_dir() else origin
     loaded, folder = load(), (config.output_dir / BASE).resolve()
-    write_model(folder, loaded.model, loaded.model.state_dict(), loaded.tokenizer,
-                f"The base model of the adapters in ../{MODEL}: {loaded.source}.\n")
+    write_model(
+        folder,
+        loaded.model,
+        loaded.model.state_dict(),
+        loaded.tokenizer,
+        f"The base model of the adapters in ../{MODEL}: {loaded.source}.\n",
+    )
     return str(folder)
 
 
@@ -91,13 +102,24 @@ def model_card(config: Config, summary: dict[str, Any], source: str, base: str |
     """
     task = PIPELINES[config.data.task]
     results = [
-        EvalResult(task_type=task, dataset_type=config.data.dataset, dataset_name=config.data.dataset,
-                   dataset_split=summary["eval"]["split"], metric_type=name, metric_value=round(value, 6))
-        for name, value in summary["eval"].items() if isinstance(value, float)
+        EvalResult(
+            task_type=task,
+            dataset_type=config.data.dataset,
+            dataset_name=config.data.dataset,
+            dataset_split=summary["eval"]["split"],
+            metric_type=name,
+            metric_value=round(value, 6),
+        )
+        for name, value in summary["eval"].items()
+        if isinstance(value, float)
     ]
-    data = ModelCardData(library_name="peft" if base else "transformers", pipeline_tag=task,
-                         model_name=config.output_dir.name, eval_results=results,
-                         tags=["distributed-transformers-course"])
+    data = ModelCardData(
+        library_name="peft" if base else "transformers",
+        pipeline_tag=task,
+        model_name=config.output_dir.name,
+        eval_results=results,
+        tags=["distributed-transformers-course"],
+    )
     ends = {name: f"{low:.4f} to {high:.4f}" for name, (low, high) in summary["eval"]["interval95"].items()}
     rows = "\n".join(f"| {r.metric_type} | {r.metric_value:.4f} | {ends.get(r.metric_type, '')} |" for r in results)
     run, optim = config.run, config.optim
@@ -133,14 +155,18 @@ def _of_adapters(config: Config) -> str:
     if adapter.lora_r is None:
         return ""
     beside = "weights in 4 bits (NF4)" if adapter.load_in_4bit else "frozen weights"
-    return (f"\nAdapters (LoRA) of rank {adapter.lora_r} beside {beside}; "
-            f"`course merge {config.output_dir / MODEL} --output DIR` makes a whole model of them.\n")
+    return (
+        f"\nAdapters (LoRA) of rank {adapter.lora_r} beside {beside}; "
+        f"`course merge {config.output_dir / MODEL} --output DIR` makes a whole model of them.\n"
+    )
 
 
 def load_line(config: Config) -> str:
     """The one line that loads the trained model."""
     task, folder = PIPELINES[config.data.task], config.output_dir / MODEL
     if config.adapter.lora_r is not None:
-        return (f'from course_lib.modeling import load_trained; '
-                f'model = load_trained("{folder}", "{config.data.task}").model')
+        return (
+            f"from course_lib.modeling import load_trained; "
+            f'model = load_trained("{folder}", "{config.data.task}").model'
+        )
     return f'from transformers import pipeline; model = pipeline("{task}", "{folder}")'

@@ -39,10 +39,16 @@ def write_files(trainer: Trainer, folder: Path) -> None:
         return
     if trainer.config.run.keep_best and trainer.state.best_step is not None:
         share(trainer.best_file, folder / trainer.best_file.name)
-    safetensors_tree.save({"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine.state()},
-                          folder / "engine.safetensors")
-    progress = {"state": trainer.state.as_dict(), "run": second_start.identity(trainer), "engine": trainer.engine.name,
-                "ranks": of_ranks(trainer), "changes": trainer.changes}
+    safetensors_tree.save(
+        {"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine.state()}, folder / "engine.safetensors"
+    )
+    progress = {
+        "state": trainer.state.as_dict(),
+        "run": second_start.identity(trainer),
+        "engine": trainer.engine.name,
+        "ranks": of_ranks(trainer),
+        "changes": trainer.changes,
+    }
     write_text(folder / "state.json", json.dumps(progress, indent=1))
     write_text(folder / "config.yaml", to_yaml(trainer.config))
 
@@ -61,10 +67,16 @@ def share(source: Path, target: Path) -> None:
 
 def of_ranks(trainer: Trainer) -> dict[str, Any]:
     """What has to be the same for a rank to go on with what it alone had."""
-    communication = {name: value for name, value in dataclasses.asdict(trainer.config.communication).items()
-                     if name not in KEEPS_RANK_STATE}
-    return {"num_processes": trainer.num_processes, "bucket_bytes": trainer.config.parallel.bucket_bytes,
-            **communication}
+    communication = {
+        name: value
+        for name, value in dataclasses.asdict(trainer.config.communication).items()
+        if name not in KEEPS_RANK_STATE
+    }
+    return {
+        "num_processes": trainer.num_processes,
+        "bucket_bytes": trainer.config.parallel.bucket_bytes,
+        **communication,
+    }
 
 
 def find(trainer: Trainer) -> Path | None:
@@ -98,12 +110,16 @@ def find(trainer: Trainer) -> Path | None:
         trainer.say(f"{known[0].what}: beginning anew")
         return None
     if failed:
-        raise CheckpointError(f"rank {failed[0]}: {known[failed[0]].what}",
-                              "bring the whole checkpoint to every machine, or resume from another one")
+        raise CheckpointError(
+            f"rank {failed[0]}: {known[failed[0]].what}",
+            "bring the whole checkpoint to every machine, or resume from another one",
+        )
     for rank, (path, contents) in enumerate(known):
         if contents != known[0][1]:
-            raise CheckpointError(f"rank 0 would go on from {known[0][0]}, and rank {rank} from {path}, which differs",
-                                  "name one checkpoint that every machine has whole")
+            raise CheckpointError(
+                f"rank 0 would go on from {known[0][0]}, and rank {rank} from {path}, which differs",
+                "name one checkpoint that every machine has whole",
+            )
     return folder
 
 
@@ -131,8 +147,11 @@ def _contents_of(folder: Path) -> Iterator[None]:
         if is_consequence(error) or isinstance(error, torch.OutOfMemoryError):
             raise  # another rank's failure, or too little memory: no fault of the checkpoint
         told = str(error).partition("\n")[0][:200]
-        raise CheckpointError(f"checkpoint {folder} is whole, but holds something else than this version writes "
-                              f"({type(error).__name__}: {told})", "resume from another checkpoint") from error
+        raise CheckpointError(
+            f"checkpoint {folder} is whole, but holds something else than this version writes "
+            f"({type(error).__name__}: {told})",
+            "resume from another checkpoint",
+        ) from error
 
 
 def _count_again(trainer: Trainer) -> None:
@@ -177,8 +196,10 @@ def read_engine(trainer: Trainer, folder: Path, saved_by: str) -> None:
     """Put the schedule where it stood, by this run's plan and peak rates, and the engine's own state back."""
     engine, scheduler = safetensors_tree.load(folder / "engine.safetensors"), trainer.scheduler
     scheduler.last_epoch, scheduler._step_count = (engine["scheduler"][name] for name in ("last_epoch", "_step_count"))
-    rates = [base * factor(scheduler.last_epoch)
-             for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    rates = [
+        base * factor(scheduler.last_epoch)
+        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
     scheduler._last_lr = rates
     for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
@@ -193,8 +214,10 @@ def read_own(trainer: Trainer, folder: Path, ranks: dict[str, Any] | None) -> No
     if kept.exists() and ranks and {name: ranks.get(name) for name in own} == own:
         return trainer.engine.load_rank_state(safetensors_tree.load(kept))
     if any(folder.glob("rank-*.safetensors")):
-        trainer.say(f"{folder} was saved by other ranks or with another communication: what each of them alone had is "
-                    "left out, and all begin with the weights that they agreed on")
+        trainer.say(
+            f"{folder} was saved by other ranks or with another communication: what each of them alone had is "
+            "left out, and all begin with the weights that they agreed on"
+        )
     trainer.engine.load_rank_state({})
 
 

@@ -36,20 +36,25 @@ def check(config: Config) -> None:
     if not existing.is_dir():
         raise ConfigError(f"output_dir {folder}: {existing} is not a folder", "choose another --output_dir")
     if not _writable(existing):
-        raise ConfigError(f"output_dir {folder} cannot be written ({_why_not_writable(existing)})",
-                          "choose another --output_dir")
+        raise ConfigError(
+            f"output_dir {folder} cannot be written ({_why_not_writable(existing)})", "choose another --output_dir"
+        )
     asked = config.output.resume_from_checkpoint
     refuse_live(folder)
     # A run that was killed before its config stood has left a hidden file at most.
     if not folder.exists() or not any(folder.glob("[!.]*")) or asked not in (None, "auto"):
         return
     if not (folder / CONFIG).exists() and not (asked and checkpoint.in_order(folder)):
-        raise ConfigError(f"output_dir {folder} holds files that are no run of this course",
-                          "choose another --output_dir")
+        raise ConfigError(
+            f"output_dir {folder} holds files that are no run of this course", "choose another --output_dir"
+        )
     if not config.output.overwrite_output_dir and not asked:
-        raise ConfigError(f"output_dir {folder} already holds a run",
-                          "go on with --resume_from_checkpoint auto, replace it with --overwrite_output_dir, "
-                          "or choose another --output_dir", cure={"resume_from_checkpoint": "auto"})
+        raise ConfigError(
+            f"output_dir {folder} already holds a run",
+            "go on with --resume_from_checkpoint auto, replace it with --overwrite_output_dir, "
+            "or choose another --output_dir",
+            cure={"resume_from_checkpoint": "auto"},
+        )
 
 
 def _why_not_writable(folder: Path) -> str:
@@ -67,13 +72,17 @@ def refuse_live(folder: Path) -> None:
     try:
         with (folder / LOCK).open("r+", encoding="utf-8") as lock:
             if not _locked(lock):
-                raise ConfigError(f"output_dir {folder} belongs to a run that is alive ({lock.read().strip()})",
-                                  "wait for its end, stop it, or choose another --output_dir")
+                raise ConfigError(
+                    f"output_dir {folder} belongs to a run that is alive ({lock.read().strip()})",
+                    "wait for its end, stop it, or choose another --output_dir",
+                )
     except FileNotFoundError:
         pass  # nobody has trained there
     except PermissionError:
-        raise ConfigError(f"output_dir {folder} belongs to another user (no permission for {folder / LOCK})",
-                          "choose another --output_dir") from None
+        raise ConfigError(
+            f"output_dir {folder} belongs to another user (no permission for {folder / LOCK})",
+            "choose another --output_dir",
+        ) from None
 
 
 @contextlib.contextmanager
@@ -139,6 +148,11 @@ def write_summary(config: Config, summary: dict[str, Any]) -> None:
 
 def git_revision() -> str | None:
     """Commit of the checkout that this code runs from; None where there is none."""
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
-                           check=False) if shutil.which("git") else None
+    head = (
+        subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
+        if shutil.which("git")
+        else None
+    )
     return head.stdout.strip() or None if head else None

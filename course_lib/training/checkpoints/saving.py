@@ -39,7 +39,8 @@ class Saver:
         limit, step = trainer.config.output.save_total_limit, trainer.state.step
         if engine.shards_state and trainer.config.output.async_save:
             self.background = self.background or BackgroundSaver(
-                trainer.output_dir, limit, engine.barrier, process_group.patience(trainer.config.guard.watchdog))
+                trainer.output_dir, limit, engine.barrier, process_group.patience(trainer.config.guard.watchdog)
+            )
             return self.background.start(step, write_files, engine.tensors())
 
         def write_all(folder: Path) -> None:

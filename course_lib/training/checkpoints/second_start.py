@@ -19,11 +19,25 @@ from course_lib.training.checkpoints.run_folder import CONFIG
 if TYPE_CHECKING:
     from course_lib.training.trainer import Trainer
 
-NO_ARCHITECTURE = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache",
-                   "output_router_logits", *ATTENTION_DROPOUT)
+NO_ARCHITECTURE = (
+    "_name_or_path",
+    "architectures",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "output_router_logits",
+    *ATTENTION_DROPOUT,
+)
 """What a model's config holds besides what its forward pass is, and what an option of ours says."""
-LAYOUT = ("num_processes", "pipeline_parallel_size", "data_parallel_size", "tensor_parallel_size",
-          "context_parallel_size", "training_type")
+LAYOUT = (
+    "num_processes",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "tensor_parallel_size",
+    "context_parallel_size",
+    "training_type",
+)
 """Options of the ranks' layout, on which it depends how many rows batch_size makes."""
 ANEW = "or begin anew in another --output_dir"
 
@@ -36,8 +50,12 @@ def architecture(config: PreTrainedConfig) -> dict[str, Any]:
 
 def identity(trainer: Trainer) -> dict[str, Any]:
     """What has to be the same for a data position to mean the same rows, and the weights the same model."""
-    return {"data": trainer.data.fingerprint, "global_batch_size": trainer.sampler.global_batch_size,
-            "architecture": trainer.architecture, "base": trainer.base}
+    return {
+        "data": trainer.data.fingerprint,
+        "global_batch_size": trainer.sampler.global_batch_size,
+        "architecture": trainer.architecture,
+        "base": trainer.base,
+    }
 
 
 def compare(trainer: Trainer, folder: Path, saved: Mapping[str, Any]) -> dict[str, Change]:
@@ -61,20 +79,31 @@ def compare(trainer: Trainer, folder: Path, saved: Mapping[str, Any]) -> dict[st
     if others or not same_batch:
         cure = _cure(trainer.config, others, rows)
         given = " ".join(f"--{name} {value}" for name, value in cure.items())
-        raise _cannot(others if same_batch else others | {"global_batch_size": rows}, folder,
-                      f"give {given}" if given else f"keep {rows.was} rows a step", cure)
+        raise _cannot(
+            others if same_batch else others | {"global_batch_size": rows},
+            folder,
+            f"give {given}" if given else f"keep {rows.was} rows a step",
+            cure,
+        )
     if not same_rows:
-        raise CheckpointError(f"the tokens of {trainer.config.data.dataset} are not those that checkpoint {folder} was "
-                              "trained on, though every option is the same", f"put the data back as they were, {ANEW}")
+        raise CheckpointError(
+            f"the tokens of {trainer.config.data.dataset} are not those that checkpoint {folder} was "
+            "trained on, though every option is the same",
+            f"put the data back as they were, {ANEW}",
+        )
     for name, value in run.get("architecture", {}).items():
         if value != (here := own["architecture"].get(name, value)):
             raise _cannot({f"a model of {name}": Change(value, here)}, folder, "give the --model it was trained from")
     if run.get("base") != own["base"]:
-        raise CheckpointError(f"checkpoint {folder} holds adapters for other frozen weights than those of "
-                              f"{trainer.config.model.model}", f"give the --model it was trained from, {ANEW}")
+        raise CheckpointError(
+            f"checkpoint {folder} holds adapters for other frozen weights than those of {trainer.config.model.model}",
+            f"give the --model it was trained from, {ANEW}",
+        )
     if (step := saved["state"]["step"]) > (end := trainer.state.max_steps):
-        raise CheckpointError(f"checkpoint {folder} is of step {step}, and this run ends after {end}",
-                              "give a larger --max_steps or --num_epochs, or go on from an earlier checkpoint")
+        raise CheckpointError(
+            f"checkpoint {folder} is of step {step}, and this run ends after {end}",
+            "give a larger --max_steps or --num_epochs, or go on from an earlier checkpoint",
+        )
     return changes
 
 
@@ -98,11 +127,13 @@ def _cure(config: Config, changes: Mapping[str, Change], rows: Change) -> dict[s
     return cure | {"global_batch_size": shown(rows.was)} | alone
 
 
-def _cannot(changes: Mapping[str, Change], folder: Path, instead: str,
-            cure: Mapping[str, str] | None = None) -> CheckpointError:
+def _cannot(
+    changes: Mapping[str, Change], folder: Path, instead: str, cure: Mapping[str, str] | None = None
+) -> CheckpointError:
     now = ", ".join(shown(change.now) for change in changes.values())
-    return CheckpointError(f"checkpoint {folder} was saved with {_were(changes)}, and this run has {now}",
-                           f"{instead}, {ANEW}", cure=cure)
+    return CheckpointError(
+        f"checkpoint {folder} was saved with {_were(changes)}, and this run has {now}", f"{instead}, {ANEW}", cure=cure
+    )
 
 
 def record(trainer: Trainer, saved: Mapping[str, Any], changes: Mapping[str, Change]) -> str:
@@ -124,8 +155,9 @@ def forget_best(trainer: Trainer, folder: Path, changes: Mapping[str, Change]) -
     """Begin the search for the best evaluation anew where the one that was kept was judged otherwise."""
     state, judged = trainer.state, among(changes, JUDGING)
     if judged and state.best_step is not None:
-        trainer.say(f"{folder}: its best evaluation (step {state.best_step}) was judged with {_were(judged)}: it does "
-                    "not count")
+        trainer.say(
+            f"{folder}: its best evaluation (step {state.best_step}) was judged with {_were(judged)}: it does not count"
+        )
         state.forget_best()
 
 
@@ -135,6 +167,8 @@ def _were(changes: Mapping[str, Change]) -> str:
 
 def history(changes: list[dict[str, Any]]) -> list[str]:
     """A run's history, a line for each time that it went on with other values."""
-    return [f"From step {part['step'] + 1}: "
-            + told({name: Change(*values) for name, values in part["changed"].items()}, "before:")
-            for part in changes]
+    return [
+        f"From step {part['step'] + 1}: "
+        + told({name: Change(*values) for name, values in part["changed"].items()}, "before:")
+        for part in changes
+    ]

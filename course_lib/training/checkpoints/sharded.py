@@ -46,8 +46,11 @@ class ElementRun:
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         if not self.data.numel():
             return []
-        about = TensorWriteData(chunk=self._chunk(), properties=TensorProperties.create_from_tensor(self.data),
-                                size=torch.Size([self.numel]))
+        about = TensorWriteData(
+            chunk=self._chunk(),
+            properties=TensorProperties.create_from_tensor(self.data),
+            size=torch.Size([self.numel]),
+        )
         return [WriteItem(MetadataIndex(fqn, torch.Size([self.start])), WriteItemType.SHARD, tensor_data=about)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -100,9 +103,12 @@ def save(pieces: Mapping[str, Shard], folder: Path, group: dist.ProcessGroup | N
         group: of all ranks; another than training uses where training goes on meanwhile.
     """
     with _as_os_error():
-        dcp.save({name: ElementRun(piece) for name, piece in pieces.items()}, planner=_Saving(flatten_state_dict=False),
-                 storage_writer=dcp.HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True),
-                 process_group=group)
+        dcp.save(
+            {name: ElementRun(piece) for name, piece in pieces.items()},
+            planner=_Saving(flatten_state_dict=False),
+            storage_writer=dcp.HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True),
+            process_group=group,
+        )
 
 
 def reader_of(folder: Path) -> dcp.HuggingFaceStorageReader:
@@ -125,25 +131,40 @@ def load(pieces: Mapping[str, Shard], folder: Path, reader: dcp.StorageReader | 
         if there.get(name) != piece.shape.numel():
             raise CheckpointError(
                 f"checkpoint {folder} is from another model or optimizer: {name} has {there.get(name, 'no')} elements "
-                f"there and {piece.shape.numel()} here", "give the --model and --optimizer it was trained with")
-    dcp.load({name: ElementRun(piece) for name, piece in pieces.items()},
-             storage_reader=reader or reader_of(folder), planner=_Loading(flatten_state_dict=False))
+                f"there and {piece.shape.numel()} here",
+                "give the --model and --optimizer it was trained with",
+            )
+    dcp.load(
+        {name: ElementRun(piece) for name, piece in pieces.items()},
+        storage_reader=reader or reader_of(folder),
+        planner=_Loading(flatten_state_dict=False),
+    )
 
 
 def sizes(folder: Path, prefix: str) -> dict[str, int]:
     """Number of elements of every stored tensor whose name begins with ``prefix``, by the rest of the name."""
-    return {name.removeprefix(prefix): about.size.numel() for name, about in _stored(folder).items()
-            if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): about.size.numel()
+        for name, about in _stored(folder).items()
+        if name.startswith(prefix)
+    }
 
 
 def whole(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
     """The tensors whose names begin with ``prefix``, whole and flat, on the CPU, read by this process alone."""
-    runs = {name: Shard(about.size, 0, torch.empty(about.size, dtype=about.properties.dtype))
-             for name, about in _stored(folder).items() if name.startswith(prefix)}
+    runs = {
+        name: Shard(about.size, 0, torch.empty(about.size, dtype=about.properties.dtype))
+        for name, about in _stored(folder).items()
+        if name.startswith(prefix)
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a process reads alone is meant
-        dcp.load({name: ElementRun(piece) for name, piece in runs.items()}, no_dist=True,
-                 storage_reader=reader_of(folder), planner=_Loading(flatten_state_dict=False))
+        dcp.load(
+            {name: ElementRun(piece) for name, piece in runs.items()},
+            no_dist=True,
+            storage_reader=reader_of(folder),
+            planner=_Loading(flatten_state_dict=False),
+        )
     return {name.removeprefix(prefix): piece.data for name, piece in runs.items()}
 
 

@@ -31,8 +31,13 @@ def places(split: ParameterSplit, shape: torch.Size, ranks: int, rank: int, star
     return (index // block * ranks + rank) * block + index % block
 
 
-def as_runs(own: Mapping[str, Shard], split_of: Callable[[str], tuple[ParameterSplit, torch.Size] | None],
-            tensor_group: dist.ProcessGroup, group: dist.ProcessGroup, device: torch.device) -> dict[str, Shard]:
+def as_runs(
+    own: Mapping[str, Shard],
+    split_of: Callable[[str], tuple[ParameterSplit, torch.Size] | None],
+    tensor_group: dist.ProcessGroup,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> dict[str, Shard]:
     """A rank's pieces, with an equal run of the whole in place of each piece of a shared layer; a collective call.
 
     Args:
@@ -44,8 +49,9 @@ def as_runs(own: Mapping[str, Shard], split_of: Callable[[str], tuple[ParameterS
     """
     kept = {name: piece for name, piece in own.items() if split_of(name) is None}
     described: list[dict[str, torch.dtype]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(described, {name: piece.data.dtype for name, piece in own.items() if name not in kept},
-                           group=group)
+    dist.all_gather_object(
+        described, {name: piece.data.dtype for name, piece in own.items() if name not in kept}, group=group
+    )
     dtypes = {name: dtype for of_rank in described for name, dtype in of_rank.items()}  # a rank may hold nothing of one
     for name in sorted(dtypes):
         split_and_shape = split_of(name)
@@ -54,8 +60,14 @@ def as_runs(own: Mapping[str, Shard], split_of: Callable[[str], tuple[ParameterS
         whole = torch.zeros(shape.numel(), dtype=dtypes[name], device=device)
         if name in own:
             piece = own[name]
-            index = places(split, shape, dist.get_world_size(tensor_group), dist.get_rank(tensor_group), piece.start,
-                           piece.data.numel())
+            index = places(
+                split,
+                shape,
+                dist.get_world_size(tensor_group),
+                dist.get_rank(tensor_group),
+                piece.start,
+                piece.data.numel(),
+            )
             whole[index.to(device)] = piece.data.detach().to(device)
         dist.all_reduce(whole.view(torch.uint8), group=group)  # of bytes: each has one rank that is not zero
         length = -(-whole.numel() // dist.get_world_size(group))
@@ -64,8 +76,9 @@ def as_runs(own: Mapping[str, Shard], split_of: Callable[[str], tuple[ParameterS
     return kept
 
 
-def enclosing(split: ParameterSplit, shape: torch.Size, ranks: int, rank: int,
-              piece: Shard) -> tuple[Shard, torch.Tensor]:
+def enclosing(
+    split: ParameterSplit, shape: torch.Size, ranks: int, rank: int, piece: Shard
+) -> tuple[Shard, torch.Tensor]:
     """Room on the CPU for the shortest run of the whole that a piece lies in, and each element's place in that run."""
     index = places(split, shape, ranks, rank, piece.start, piece.data.numel())
     first, end = (int(index[0]), int(index[-1]) + 1) if len(index) else (0, 0)

@@ -112,17 +112,22 @@ class Engine:
         self.refuse(device, self.precision)
         with self.environment(), process_group.group_of_one() if self.needs_group else contextlib.nullcontext():
             options = {"cpu": device.type == "cpu"} | self.plugins(device, self.precision)
-            options["kwargs_handlers"] = [process_group.process_group(device, self.config.guard.watchdog),
-                                          *options.get("kwargs_handlers", ())]
-            self.accelerator = make_accelerator(self.precision, **options,
-                                                dataloader_config=DataLoaderConfiguration(non_blocking=True))
+            options["kwargs_handlers"] = [
+                process_group.process_group(device, self.config.guard.watchdog),
+                *options.get("kwargs_handlers", ()),
+            ]
+            self.accelerator = make_accelerator(
+                self.precision, **options, dataloader_config=DataLoaderConfiguration(non_blocking=True)
+            )
         self.device, self.rank = self.accelerator.device, self.accelerator.process_index
         self.num_processes, self.is_main = self.accelerator.num_processes, self.accelerator.is_main_process
         here = launch_environment.discover()
         wanted = here.world_size if here.elastic else run.num_processes or here.world_size
         if self.num_processes != wanted:
-            raise LaunchError(f"Accelerate joined {self.num_processes} processes, not {wanted}",
-                              "start with `course train --num_processes N`, which starts the ranks itself")
+            raise LaunchError(
+                f"Accelerate joined {self.num_processes} processes, not {wanted}",
+                "start with `course train --num_processes N`, which starts the ranks itself",
+            )
         self.votes = Votes(self.device)
         self.grid = self.make_grid()
         self.place = self.grid.coordinates(self.rank)
@@ -134,8 +139,9 @@ class Engine:
     def make_grid(self) -> RankGrid:
         """The ranks by axis."""
         parallel = self.config.parallel
-        return RankGrid.over(self.num_processes, pp=1, tp=parallel.tensor_parallel_size,
-                             cp=parallel.context_parallel_size)
+        return RankGrid.over(
+            self.num_processes, pp=1, tp=parallel.tensor_parallel_size, cp=parallel.context_parallel_size
+        )
 
     def refuse(self, device: torch.device, precision: str) -> None:
         """Raise ConfigError for what the engine cannot do on that device."""
@@ -193,8 +199,9 @@ class Engine:
         if self.grid.cp > 1:
             assert self.groups.cp is not None
             parallel = self.config.parallel
-            self.sequences = ContextParallel(model, self.config.data.task, self.groups.cp, parallel.context_parallel,
-                                             self.grid.tp)
+            self.sequences = ContextParallel(
+                model, self.config.data.task, self.groups.cp, parallel.context_parallel, self.grid.tp
+            )
             self.scores = self.scores_of_shared_rows
 
     def scores_of_shared_rows(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -211,12 +218,27 @@ class Engine:
     def deal(self, loader: Any) -> Any:
         """A loader of all ranks' batches as one of this rank's, on its device; ranks of one dp place get the same."""
         if isinstance(loader.dataset, IterableDataset):  # a stream has dealt its rows already
-            return prepare_data_loader(loader, self.device, num_processes=1, process_index=0, put_on_device=True,
-                                       rng_types=[], dispatch_batches=False, non_blocking=True)
+            return prepare_data_loader(
+                loader,
+                self.device,
+                num_processes=1,
+                process_index=0,
+                put_on_device=True,
+                rng_types=[],
+                dispatch_batches=False,
+                non_blocking=True,
+            )
         if self.data_ranks == self.num_processes:
             return self.accelerator.prepare_data_loader(loader)
-        return prepare_data_loader(loader, self.device, num_processes=self.data_ranks, process_index=self.place.dp,
-                                   put_on_device=True, rng_types=[], non_blocking=True)
+        return prepare_data_loader(
+            loader,
+            self.device,
+            num_processes=self.data_ranks,
+            process_index=self.place.dp,
+            put_on_device=True,
+            rng_types=[],
+            non_blocking=True,
+        )
 
     def to_device(self, batch: Any) -> Any:
         """A batch of a dealt loader, on the device."""

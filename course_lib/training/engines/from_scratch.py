@@ -50,15 +50,20 @@ class Scratch(ShardedEngine):
 
     def refuse(self, device: torch.device, precision: str) -> None:
         if self.strategy == "ddp" and precision == "fp16":
-            raise ConfigError("engine scratch does not scale losses, which fp16 needs",
-                              "use --mixed_precision bf16, or --engine torch")
+            raise ConfigError(
+                "engine scratch does not scale losses, which fp16 needs",
+                "use --mixed_precision bf16, or --engine torch",
+            )
         super().refuse(device, precision)
 
     def make_grid(self) -> RankGrid:
         grid, size = super().make_grid(), self.config.parallel.expert_parallel_size
         if size > 1 and grid.dp < self.num_processes:
-            raise ConfigError(f"expert_parallel_size shares experts among {grid.dp} data parallel ranks, and there are "
-                              f"{self.num_processes}: others have the same rows", "leave the other sizes out")
+            raise ConfigError(
+                f"expert_parallel_size shares experts among {grid.dp} data parallel ranks, and there are "
+                f"{self.num_processes}: others have the same rows",
+                "leave the other sizes out",
+            )
         return grid
 
     def split_layers(self, model: nn.Module) -> None:
@@ -76,8 +81,14 @@ class Scratch(ShardedEngine):
         bucket, group = self.config.parallel.bucket_bytes, self.gradient_group
         low = torch.bfloat16 if self.precision == "bf16" else None  # in which gathered parameters travel and compute
         if self.strategy == "ddp":
-            self.wrapped = DataParallel(model, group=group, groups=groups, bucket_bytes=bucket,
-                                        find_unused_parameters=self.finds_unused, communication_hook=self.hook)
+            self.wrapped = DataParallel(
+                model,
+                group=group,
+                groups=groups,
+                bucket_bytes=bucket,
+                find_unused_parameters=self.finds_unused,
+                communication_hook=self.hook,
+            )
         elif self.strategy == "zero1":
             self.wrapped = OverlappedZero1(model, optimizer, group=group, groups=groups, bucket_bytes=bucket)
         elif self.strategy == "zero2":
@@ -85,8 +96,9 @@ class Scratch(ShardedEngine):
         elif self.strategy == "zero3":
             self.wrapped = Zero3(model, optimizer, group=group, param_dtype=low)
         else:
-            self.wrapped = FullyShardedDataParallel(model, optimizer, group=group, param_dtype=low,
-                                                    reduce_dtype=torch.float32)
+            self.wrapped = FullyShardedDataParallel(
+                model, optimizer, group=group, param_dtype=low, reduce_dtype=torch.float32
+            )
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last or self.strategy in GATHERED else self.wrapped.no_sync()
@@ -128,8 +140,11 @@ class Scratch(ShardedEngine):
         (self.optimizer if self.strategy == "ddp" else self.wrapped).zero_grad()
 
     def pieces(self) -> dict[str, Shard]:
-        own = (self.wrapped.pieces() if self.strategy != "ddp" else
-               {name: Shard(p.shape, 0, p.detach().view(-1)) for name, p in self.parameters().items()})
+        own = (
+            self.wrapped.pieces()
+            if self.strategy != "ddp"
+            else {name: Shard(p.shape, 0, p.detach().view(-1)) for name, p in self.parameters().items()}
+        )
         return {name: self.experts.in_whole(name, piece) for name, piece in own.items()} if self.experts else own
 
     def parameters_by_part(self) -> list[tuple[int, dict[str, torch.Tensor]]]:
@@ -141,8 +156,16 @@ class Scratch(ShardedEngine):
 
     def describe(self) -> Mapping[str, Any]:
         size = self.config.parallel.expert_parallel_size
-        return super().describe() | ({"experts": {  # type: ignore[operator]
-            "expert_parallel_size": size, "expert_data_parallel_size": self.grid.dp // size}} if self.experts else {})
+        return super().describe() | (
+            {
+                "experts": {  # type: ignore[operator]
+                    "expert_parallel_size": size,
+                    "expert_data_parallel_size": self.grid.dp // size,
+                }
+            }
+            if self.experts
+            else {}
+        )
 
     def refresh(self) -> None:
         if self.strategy != "ddp":

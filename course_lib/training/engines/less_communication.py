@@ -57,10 +57,17 @@ class Local(Scratch):
         if how.communication == "local_sgd":
             self.wrapped = LocalSGD(model, sync_every=how.sync_every, group=None)
         else:
-            self.wrapped = DiLoCo(model, strided_fragments(model, how.diloco_fragments), sync_every=how.sync_every,
-                                  outer_lr=how.outer_lr, outer_momentum=how.outer_momentum,
-                                  overlap=how.diloco_overlap, keep=how.diloco_keep, group=None,
-                                  sum_over_ranks=plain_sum)
+            self.wrapped = DiLoCo(
+                model,
+                strided_fragments(model, how.diloco_fragments),
+                sync_every=how.sync_every,
+                outer_lr=how.outer_lr,
+                outer_momentum=how.outer_momentum,
+                overlap=how.diloco_overlap,
+                keep=how.diloco_keep,
+                group=None,
+                sum_over_ranks=plain_sum,
+            )
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -87,8 +94,11 @@ class Local(Scratch):
         self.wrapped.adopt()
 
     def rank_state(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
-                "local": self.wrapped.state_dict_of_rank()}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "local": self.wrapped.state_dict_of_rank(),
+        }
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         if not state:

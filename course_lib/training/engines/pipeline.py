@@ -93,8 +93,10 @@ class PipelineEngine(ShardedEngine):
         if data * stages * tensor != ranks:
             each = f"{stages} ranks" if tensor == 1 else f"{stages} × {tensor} ranks"
             sizes = "data_parallel_size × pipeline_parallel_size" + " × tensor_parallel_size" * (tensor > 1)
-            raise ConfigError(f"{data} pipelines of {each} are {data * stages * tensor} ranks, and there are {ranks}",
-                              f"choose {sizes} equal to the number of processes")
+            raise ConfigError(
+                f"{data} pipelines of {each} are {data * stages * tensor} ranks, and there are {ranks}",
+                f"choose {sizes} equal to the number of processes",
+            )
         return RankGrid(data, stages, tensor)
 
     def _schedule(self, microbatches: int) -> Schedule:
@@ -102,8 +104,11 @@ class PipelineEngine(ShardedEngine):
         schedule = uniform(pipeline.schedule, self.grid.pp, microbatches, pipeline.stages_per_rank)
         splits = any(action.kind == I for row in schedule.rows for action in row)
         if splits and self.config.model.activation_checkpointing:
-            raise ConfigError(f"{schedule.name} splits the backward, and with activation_checkpointing each half "
-                              "would compute the forward again", "use gpipe, 1f1b, interleaved or looped_bfs")
+            raise ConfigError(
+                f"{schedule.name} splits the backward, and with activation_checkpointing each half "
+                "would compute the forward again",
+                "use gpipe, 1f1b, interleaved or looped_bfs",
+            )
         return schedule
 
     def split_layers(self, model: nn.Module) -> None:
@@ -116,16 +121,21 @@ class PipelineEngine(ShardedEngine):
         if pipeline.split_spec:
             self.split: Split = split_at(model, parse_spec(pipeline.split_spec))
             if self.split.stages != stages:
-                raise ConfigError(f"split_spec makes {self.split.stages} stages, and {self.schedule.name} has {stages} "
-                                  f"on {self.grid.pp} ranks", f"name {stages - 1} places to cut at")
+                raise ConfigError(
+                    f"split_spec makes {self.split.stages} stages, and {self.schedule.name} has {stages} "
+                    f"on {self.grid.pp} ranks",
+                    f"name {stages - 1} places to cut at",
+                )
         else:
             found = split_evenly(model, stages, pipeline.split_by, self.config.data.max_length, self.device)
             self.split = broadcast_object_list([found])[0]  # seconds are of each rank's own device
         self.shell = without_weights(model)
         super().split_layers(model)
         if self.buffer_names:
-            raise ConfigError(f"{type(model).__name__} stores buffers ({self.buffer_names[0]}), which no stage owns",
-                              "train it with --training_type accelerated")
+            raise ConfigError(
+                f"{type(model).__name__} stores buffers ({self.buffer_names[0]}), which no stage owns",
+                "train it with --training_type accelerated",
+            )
 
     def take_part(self, model: nn.Module) -> nn.Module:
         """Cut the model and keep this rank's stages."""
@@ -137,8 +147,9 @@ class PipelineEngine(ShardedEngine):
             self._whole_between_stages(model)
         self.model = own = OwnStages(self.stages)
         if not any(parameter.requires_grad for parameter in own.parameters()):
-            raise ConfigError(f"the stages of rank {self.place.pp} have nothing to train",
-                              "cut elsewhere with --split_spec")
+            raise ConfigError(
+                f"the stages of rank {self.place.pp} have nothing to train", "cut elsewhere with --split_spec"
+            )
         self.names = {parameter: self.names[parameter] for parameter in own.parameters()}  # the others may go
         return own
 
@@ -155,7 +166,8 @@ class PipelineEngine(ShardedEngine):
             if own and own[0] is not sliced[0]:
                 own[0].register_forward_pre_hook(
                     functools.partial(exchange_hidden, functools.partial(scatter, dim=SEQUENCE), group),
-                    with_kwargs=True)
+                    with_kwargs=True,
+                )
             if own and own[-1] is not sliced[-1]:
                 own[-1].register_forward_hook(lambda module, args, hidden: gather(hidden, group, SEQUENCE))
 
@@ -169,8 +181,7 @@ class PipelineEngine(ShardedEngine):
         else:
             for tensor in model.parameters():
                 dist.broadcast(tensor.detach(), group=self.groups.dp, group_src=0)
-        stages = {number: _InPrecision(stage, self.precision, device)
-                  for number, stage in self.stages.items()}
+        stages = {number: _InPrecision(stage, self.precision, device) for number, stage in self.stages.items()}
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
             return summed_loss(logits, labels, config.data.task, config.optim.label_smoothing_factor)
@@ -185,8 +196,11 @@ class PipelineEngine(ShardedEngine):
         ranks, found = self.schedule.stage_ranks, set()
         for names in self.shared:
             first = ranks[min(names)]
-            found |= {self.stages[stage].get_parameter(name) for stage, name in names.items()
-                      if stage in self.stages and ranks[stage] == self.place.pp != first}
+            found |= {
+                self.stages[stage].get_parameter(name)
+                for stage, name in names.items()
+                if stage in self.stages and ranks[stage] == self.place.pp != first
+            }
         return found
 
     # --- one step ---
@@ -236,8 +250,11 @@ class PipelineEngine(ShardedEngine):
         return found | self._own_pieces()
 
     def _own_pieces(self) -> dict[str, Shard]:
-        local = self.zero.pieces() if self.zero else {
-            name: Shard(p.shape, 0, p.detach().view(-1)) for name, p in self.model.named_parameters()}
+        local = (
+            self.zero.pieces()
+            if self.zero
+            else {name: Shard(p.shape, 0, p.detach().view(-1)) for name, p in self.model.named_parameters()}
+        )
         return {self.names[self.model.get_parameter(name)]: piece for name, piece in local.items()}
 
     def parameters(self) -> dict[str, Tensor]:
@@ -279,8 +296,15 @@ class PipelineEngine(ShardedEngine):
         """The pipeline; the bubble is the simulator's, for the stages' costs as counted."""
         costs = self.split.stage_costs
         timeline = simulate(self.schedule, Costs(forward=costs, backward_input=costs, backward_weight=costs))
-        return {**super().describe(), "pipeline": {
-            "schedule": self.schedule.name, "pipeline_parallel_size": self.grid.pp,
-            "data_parallel_size": self.grid.dp, "stages": self.schedule.stages,
-            "pipeline_chunks": self.schedule.microbatches, "split": str(self.split).splitlines(),
-            "predicted_bubble": float(timeline.bubble)}}
+        return {
+            **super().describe(),
+            "pipeline": {
+                "schedule": self.schedule.name,
+                "pipeline_parallel_size": self.grid.pp,
+                "data_parallel_size": self.grid.dp,
+                "stages": self.schedule.stages,
+                "pipeline_chunks": self.schedule.microbatches,
+                "split": str(self.split).splitlines(),
+                "predicted_bubble": float(timeline.bubble),
+            },
+        }

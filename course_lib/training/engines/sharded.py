@@ -30,8 +30,10 @@ class ShardedEngine(Engine):
     def refuse(self, device: torch.device, precision: str) -> None:
         super().refuse(device, precision)
         if precision == "fp16" and self.config.parallel.chosen_engine != "deepspeed":
-            raise ConfigError(f"fp16 needs a scaler that knows the shards of {self.strategy}",
-                              "use --mixed_precision bf16, or --engine deepspeed")
+            raise ConfigError(
+                f"fp16 needs a scaler that knows the shards of {self.strategy}",
+                "use --mixed_precision bf16, or --engine deepspeed",
+            )
 
     trained_names: list[str]
     """Names of the trained parameters, in the order of the optimizer's groups."""
@@ -46,8 +48,9 @@ class ShardedEngine(Engine):
 
     def tensors(self) -> dict[str, Shard]:
         """This rank's pieces of all that a checkpoint stores in pieces, as runs of the whole tensors; collective."""
-        own = ({f"model/{name}": piece for name, piece in self.stored(self.stored_pieces()).items()}
-               | {f"optimizer/{name}": piece for name, piece in self.stored(self.optimizer_pieces()).items()})
+        own = {f"model/{name}": piece for name, piece in self.stored(self.stored_pieces()).items()} | {
+            f"optimizer/{name}": piece for name, piece in self.stored(self.optimizer_pieces()).items()
+        }
         if self.tensor is None:
             return own
         held = self.parameters()  # a pipeline has empty pieces of other stages' parameters, too
@@ -65,8 +68,11 @@ class ShardedEngine(Engine):
 
     def load_tensors(self, room: Mapping[str, Shard], folder: Path) -> None:
         """Fill pieces, by the names of :meth:`tensors`, from the files of any layout; a collective call."""
-        shared = {key: enclosing(*found, self.grid.tp, self.place.tp, piece) for key, piece in room.items()
-                  if (found := self.split_of(key))}
+        shared = {
+            key: enclosing(*found, self.grid.tp, self.place.tp, piece)
+            for key, piece in room.items()
+            if (found := self.split_of(key))
+        }
         sharded.load({**room, **{key: run for key, (run, _) in shared.items()}}, folder)
         for key, (run, index) in shared.items():
             room[key].data.detach().copy_(run.data[index])
@@ -83,8 +89,9 @@ class ShardedEngine(Engine):
         if ranks > 1:
             self.shell = without_weights(model)
             vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator,union-attr]
-            self.tensor = TensorParallel(model, self.groups.tp, sequence=parallel.sequence_parallel,
-                                         split_vocabulary=vocabulary % ranks == 0)
+            self.tensor = TensorParallel(
+                model, self.groups.tp, sequence=parallel.sequence_parallel, split_vocabulary=vocabulary % ranks == 0
+            )
             self.names = names_of(model)
 
     def split_of(self, key: str) -> tuple[ParameterSplit, torch.Size] | None:
@@ -100,8 +107,9 @@ class ShardedEngine(Engine):
         """Whether data parallelism leaves a rank a shard of its pieces, rather than all of them."""
         return self.strategy != "ddp"
 
-    def clip_together(self, gradients: Mapping[str, torch.Tensor], max_norm: float,
-                      copies: Collection[str] = ()) -> torch.Tensor:
+    def clip_together(
+        self, gradients: Mapping[str, torch.Tensor], max_norm: float, copies: Collection[str] = ()
+    ) -> torch.Tensor:
         """Scale gradients down to an L2 norm over the whole model; gives the norm before.
 
         Every element counts once: what tensor-parallel ranks have alike on the first of them, a tied weight's second
@@ -112,8 +120,11 @@ class ShardedEngine(Engine):
             max_norm: to clip to.
             copies: names of second copies.
         """
-        counted = [gradient for name, gradient in gradients.items()
-                   if name not in copies and (self.place.tp == 0 or self.split_of(name))]
+        counted = [
+            gradient
+            for name, gradient in gradients.items()
+            if name not in copies and (self.place.tp == 0 or self.split_of(name))
+        ]
         square = sum_of_squares(counted, self.device)
         for group in (self.groups.tp, self.groups.pp, *([self.gradient_group] if self.shards_pieces else [])):
             if dist.get_world_size(group) > 1:
@@ -132,8 +143,9 @@ class ShardedEngine(Engine):
                 self.ties[name] = first
         self.state_shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
         self.names = {parameter: name for name, parameter in self.model.named_parameters()}
-        self.buffer_names = [name for name in self.state_shapes
-                             if name not in self.names.values() and name not in self.ties]
+        self.buffer_names = [
+            name for name in self.state_shapes if name not in self.names.values() and name not in self.ties
+        ]
 
     def remember_order(self) -> None:
         """Keep the order in which the optimizer has the parameters, before it is repointed, and let go of them."""
@@ -151,8 +163,12 @@ class ShardedEngine(Engine):
     def whole_weights(self) -> dict[str, torch.Tensor]:
         whole = gather_whole(self.stored(self.stored_pieces(), keep_shape=True), self.copy_group)
         if self.tensor is not None:  # the first copies of all pieces are on as many ranks
-            whole = {name: self.tensor.splits[name].whole(each.to(self.device), self.groups.tp).cpu()
-                     if name in self.tensor.splits else each for name, each in whole.items()}
+            whole = {
+                name: self.tensor.splits[name].whole(each.to(self.device), self.groups.tp).cpu()
+                if name in self.tensor.splits
+                else each
+                for name, each in whole.items()
+            }
         if not self.is_main:
             return {}
         whole |= {name: buffer.detach().cpu() for name, buffer in self.buffers().items()}
@@ -165,8 +181,10 @@ class ShardedEngine(Engine):
 
     def own_share(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Of whole tensors, by ``name`` or ``name/state``, this rank's pieces of shared layers; others as they are."""
-        return {key: found[0].piece(tensor, self.groups.tp) if (found := self.split_of(key)) else tensor
-                for key, tensor in whole.items()}
+        return {
+            key: found[0].piece(tensor, self.groups.tp) if (found := self.split_of(key)) else tensor
+            for key, tensor in whole.items()
+        }
 
     def bare_model(self) -> nn.Module:
         return self.model if self.shell is None else self.shell
@@ -174,8 +192,13 @@ class ShardedEngine(Engine):
     def describe(self) -> Mapping[str, Any]:
         if self.tensor is None:
             return {}
-        return {"tensor": {"tensor_parallel_size": self.grid.tp, "data_parallel_size": self.grid.dp,
-                           "sequence_parallel": self.config.parallel.sequence_parallel}}
+        return {
+            "tensor": {
+                "tensor_parallel_size": self.grid.tp,
+                "data_parallel_size": self.grid.dp,
+                "sequence_parallel": self.config.parallel.sequence_parallel,
+            }
+        }
 
     def load_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
         """Copy what is no parameter."""
@@ -227,15 +250,20 @@ class ShardedEngine(Engine):
         for key, numel in states.items():
             name, state = key.rsplit("/", 1)
             if name not in self.state_shapes:
-                raise CheckpointError(f"the checkpoint holds optimizer state of {name}, which this model has not",
-                                      "give the --model it was trained from")
+                raise CheckpointError(
+                    f"the checkpoint holds optimizer state of {name}, which this model has not",
+                    "give the --model it was trained from",
+                )
             if name not in trained:
                 continue
             piece, parameter = trained[name]
             # A number, such as Adam's step, is kept by torch as a scalar; what is as long as the parameter is split.
             scalar = numel == 1 and state == "step"
-            value = (torch.zeros((), device=device_of_step(self.state_owner, parameter)) if scalar
-                     else torch.zeros_like(parameter))
+            value = (
+                torch.zeros((), device=device_of_step(self.state_owner, parameter))
+                if scalar
+                else torch.zeros_like(parameter)
+            )
             self.state_owner.state[parameter][state] = value
             room[key] = self.state_piece(piece, value)
         return room
@@ -250,5 +278,9 @@ def without_weights(model: nn.Module) -> nn.Module:
 def gradients_of(zero: Zero1) -> dict[str, torch.Tensor]:
     """The gradients of this rank's shards, by the parameter's name, once they are reduced."""
     zero.reduce()
-    return {zero.names[parameter]: bucket.gradient[shard_slice] for bucket in zero.buckets
-            if bucket.gradient is not None for parameter, shard_slice in bucket.shard_slices.items()}
+    return {
+        zero.names[parameter]: bucket.gradient[shard_slice]
+        for bucket in zero.buckets
+        if bucket.gradient is not None
+        for parameter, shard_slice in bucket.shard_slices.items()
+    }

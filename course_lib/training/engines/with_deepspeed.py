@@ -64,14 +64,22 @@ def zero_settings(config: Config, elements: int | None) -> dict[str, Any]:
     if parallel.bucket_mb is None and not parallel.lean_buffers:
         # A bucket as large as the model would leave when backward is over, and take the model's memory twice again.
         bucket = DEFAULT_BUCKET if elements is None else min(DEFAULT_BUCKET, max(bucket, elements // 8))
-    zero: dict[str, Any] = {"stage": int(parallel.strategy[-1]), "reduce_bucket_size": bucket,
-                            "allgather_bucket_size": bucket, "contiguous_gradients": True}
+    zero: dict[str, Any] = {
+        "stage": int(parallel.strategy[-1]),
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "contiguous_gradients": True,
+    }
     if not parallel.lean_buffers:
         zero["overlap_comm"] = True
     elif parallel.strategy == "zero3":
         # No parameter is small enough to stay whole on every rank: a rank holds 1/N of everything.
-        zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": bucket,
-                 "stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 0}
+        zero |= {
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_max_live_parameters": 10**9,
+            "stage3_max_reuse_distance": 0,
+        }
     if parallel.offload != "none":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": config.data.pin_memory}
     if parallel.offload == "parameters":
@@ -99,8 +107,10 @@ class DeepSpeedZero(ShardedEngine):
     def refuse(self, device: torch.device, precision: str) -> None:
         super().refuse(device, precision)
         if device.type == "cpu" and torch.cuda.is_available():
-            raise ConfigError("DeepSpeed takes the GPUs that it sees, and device is cpu",
-                              "hide them with CUDA_VISIBLE_DEVICES= in the environment, or leave out --device")
+            raise ConfigError(
+                "DeepSpeed takes the GPUs that it sees, and device is cpu",
+                "hide them with CUDA_VISIBLE_DEVICES= in the environment, or leave out --device",
+            )
         if device.type == "mps":
             raise ConfigError("DeepSpeed does not run on this GPU", "use --engine torch or --device cpu")
 
@@ -119,14 +129,19 @@ class DeepSpeedZero(ShardedEngine):
     def connect(self) -> None:
         super().connect()
         if self.accelerator.distributed_type != "DEEPSPEED":
-            raise LaunchError(f"Accelerate chose {self.accelerator.distributed_type.value} over DeepSpeed",
-                              "start with `course train --num_processes N`, which sets the environment")
+            raise LaunchError(
+                f"Accelerate chose {self.accelerator.distributed_type.value} over DeepSpeed",
+                "start with `course train --num_processes N`, which sets the environment",
+            )
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it again and again, also where no launcher was
 
     def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
         plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(self.config, precision))
-        return {"cpu": False, "deepspeed_plugin": plugin,
-                "gradient_accumulation_steps": self.config.run.gradient_accumulation_steps}
+        return {
+            "cpu": False,
+            "deepspeed_plugin": plugin,
+            "gradient_accumulation_steps": self.config.run.gradient_accumulation_steps,
+        }
 
     def examine(self, model: nn.Module) -> None:
         super().examine(model)
@@ -234,8 +249,11 @@ class DeepSpeedZero(ShardedEngine):
             flat, offset, piece = homes[name]
             kept = self.optimizer.state[flat]
             if not isinstance(kept.get(state), torch.Tensor):
-                kept[state] = (torch.zeros((), device=device_of_step(self.optimizer, flat)) if state == "step"
-                               else torch.zeros_like(flat))
+                kept[state] = (
+                    torch.zeros((), device=device_of_step(self.optimizer, flat))
+                    if state == "step"
+                    else torch.zeros_like(flat)
+                )
             room[key] = self._state_run(kept[state], offset, piece)
         return room
 

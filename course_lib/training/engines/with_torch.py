@@ -38,8 +38,9 @@ class TorchZero1(ShardedEngine):
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer  # type: ignore[assignment]
         self.remember_order()
-        groups = [{key: value for key, value in group.items() if key != "initial_lr"}
-                  for group in optimizer.param_groups]
+        groups = [
+            {key: value for key, value in group.items() if key != "initial_lr"} for group in optimizer.param_groups
+        ]
         known = inspect.signature(type(optimizer)).parameters  # defaults hold more than the class takes
         options = {key: value for key, value in optimizer.defaults.items() if key in known}
         group = self.gradient_group
@@ -49,9 +50,13 @@ class TorchZero1(ShardedEngine):
             self.wrapped = self.accelerator.prepare(model)
             take_back_forward(model)
         else:  # Accelerate's DDP is over all ranks
-            self.wrapped = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True,
-                                                   bucket_cap_mb=self.config.parallel.bucket_bytes / 2**20,
-                                                   find_unused_parameters=self.finds_unused)
+            self.wrapped = DistributedDataParallel(
+                model,
+                process_group=group,
+                gradient_as_bucket_view=True,
+                bucket_cap_mb=self.config.parallel.bucket_bytes / 2**20,
+                find_unused_parameters=self.finds_unused,
+            )
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         # alone on a GPU the model is not wrapped, and has no no_sync() of its own
@@ -66,8 +71,9 @@ class TorchZero1(ShardedEngine):
 
     def clip(self, max_norm: float) -> torch.Tensor:
         if self.tensor is not None:
-            return self.clip_together({name: p.grad for name, p in self.model.named_parameters()
-                                       if p.grad is not None}, max_norm)
+            return self.clip_together(
+                {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}, max_norm
+            )
         return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def update(self) -> None:
@@ -80,8 +86,10 @@ class TorchZero1(ShardedEngine):
         pass  # the next forward reads what stands in the pieces
 
     def pieces(self) -> dict[str, Shard]:
-        return {name: Shard(parameter.shape, 0, parameter.detach().view(-1))
-                for name, parameter in self.model.named_parameters()}
+        return {
+            name: Shard(parameter.shape, 0, parameter.detach().view(-1))
+            for name, parameter in self.model.named_parameters()
+        }
 
     @property
     def state_owner(self) -> Optimizer:
@@ -108,17 +116,23 @@ class TorchFSDP(ShardedEngine):
         group_size, mesh = self.config.parallel.shard_group_size, None
         if group_size:
             if dist.get_world_size() % group_size:
-                raise ConfigError(f"shard_group_size {group_size} does not divide {dist.get_world_size()} ranks",
-                                  "use a divisor")
+                raise ConfigError(
+                    f"shard_group_size {group_size} does not divide {dist.get_world_size()} ranks", "use a divisor"
+                )
             mesh = hybrid_mesh(self.accelerator.device.type, dist.get_world_size() // group_size, group_size)
         if self.tensor is not None:
             assert self.gradient_group is not None
             mesh = DeviceMesh.from_group(self.gradient_group, self.device.type)
         low = self.accelerator.mixed_precision == "bf16"
         self.wrapped = shard_with_torch(
-            model, optimizer, mesh=mesh, reshard_after_forward=self.strategy != "zero2",
-            param_dtype=torch.bfloat16 if low else None, reduce_dtype=torch.float32 if low else None,
-            cpu_offload=self.config.parallel.offload != "none")
+            model,
+            optimizer,
+            mesh=mesh,
+            reshard_after_forward=self.strategy != "zero2",
+            param_dtype=torch.bfloat16 if low else None,
+            reduce_dtype=torch.float32 if low else None,
+            cpu_offload=self.config.parallel.offload != "none",
+        )
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -128,8 +142,9 @@ class TorchFSDP(ShardedEngine):
 
     def clip(self, max_norm: float) -> torch.Tensor:
         if self.tensor is not None:
-            gradients: dict[str, Any] = {name: p.grad for name, p in self.model.named_parameters()
-                                         if p.grad is not None}
+            gradients: dict[str, Any] = {
+                name: p.grad for name, p in self.model.named_parameters() if p.grad is not None
+            }
             return self.clip_together({name: each.to_local() for name, each in gradients.items()}, max_norm)
         return self.wrapped.clip_grad_norm_(max_norm)
 
@@ -165,13 +180,20 @@ class AccelerateFSDP(TorchFSDP):
     def refuse(self, device: torch.device, precision: str) -> None:
         super().refuse(device, precision)
         if device.type == "cpu":
-            raise ConfigError("Accelerate's FSDP plugin does not know CPU processes and would run DDP in silence",
-                              "use --engine torch, which runs the same fully_shard on CPU and GPU")
+            raise ConfigError(
+                "Accelerate's FSDP plugin does not know CPU processes and would run DDP in silence",
+                "use --engine torch, which runs the same fully_shard on CPU and GPU",
+            )
 
     def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
-        return {"fsdp_plugin": FullyShardedDataParallelPlugin(
-            fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap",
-            cpu_offload=self.config.parallel.offload != "none")}
+        return {
+            "fsdp_plugin": FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                reshard_after_forward=True,
+                auto_wrap_policy="transformer_based_wrap",
+                cpu_offload=self.config.parallel.offload != "none",
+            )
+        }
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer

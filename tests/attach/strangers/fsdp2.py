@@ -8,8 +8,9 @@ from torch.distributed.fsdp import fully_shard
 
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
-                              for _ in range(3)))
+model = torch.nn.Sequential(
+    *(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16)) for _ in range(3))
+)
 for block in model:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)

@@ -21,6 +21,14 @@ class Watched(Trainer):
 
 
 model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=8))
-arguments = TrainingArguments("out", per_device_train_batch_size=2, max_steps=6, use_cpu=True, report_to="none",
-                              save_strategy="no", disable_tqdm=True, ddp_backend="gloo")
+arguments = TrainingArguments(
+    "out",
+    per_device_train_batch_size=2,
+    max_steps=6,
+    use_cpu=True,
+    report_to="none",
+    save_strategy="no",
+    disable_tqdm=True,
+    ddp_backend="gloo",
+)
 Watched(model, arguments, train_dataset=Blocks()).train()

@@ -30,8 +30,9 @@ def main():
     data = TensorDataset(torch.randn(24, 3, 8, 8), torch.randint(4, (24,)))
     sampler = torch.utils.data.distributed.DistributedSampler(data)
     loader = DataLoader(data, batch_size=4, num_workers=2, sampler=sampler)
-    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(),
-                              torch.nn.Linear(144, 4))
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(144, 4)
+    )
     model = torch.nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     step = 0

@@ -68,12 +68,54 @@ def one_reduction(case, seen):
     return None
 
 
-TOTAL = Task("toy.total", "90_toys", "total", "A weighted sum", 1, 1, 1, draw_total, observe_total,
-             {"result": Property(4, right_total)}, needs_ranks=False)
-KEPT = Task("toy.kept", "90_toys", "total", "A weighted sum, and its argument kept", 1, 1, 1, draw_total, observe_total,
-            {"result": Property(3, right_total), "argument kept": Property(1, kept)}, needs_ranks=False)
-MEAN = Task("toy.mean", "90_toys", "mean", "A mean over ranks", 1, 1, 1, draw_mean, observe_mean,
-            {"result": Property(2, right_mean)})
-NOTED = Task("toy.noted", "90_toys", "mean", "A mean by one all-reduce", 1, 1, 1, draw_mean, observe_noted,
-             {"result": Property(2, right_mean), "collectives": Property(1, one_reduction)})
+TOTAL = Task(
+    "toy.total",
+    "90_toys",
+    "total",
+    "A weighted sum",
+    1,
+    1,
+    1,
+    draw_total,
+    observe_total,
+    {"result": Property(4, right_total)},
+    needs_ranks=False,
+)
+KEPT = Task(
+    "toy.kept",
+    "90_toys",
+    "total",
+    "A weighted sum, and its argument kept",
+    1,
+    1,
+    1,
+    draw_total,
+    observe_total,
+    {"result": Property(3, right_total), "argument kept": Property(1, kept)},
+    needs_ranks=False,
+)
+MEAN = Task(
+    "toy.mean",
+    "90_toys",
+    "mean",
+    "A mean over ranks",
+    1,
+    1,
+    1,
+    draw_mean,
+    observe_mean,
+    {"result": Property(2, right_mean)},
+)
+NOTED = Task(
+    "toy.noted",
+    "90_toys",
+    "mean",
+    "A mean by one all-reduce",
+    1,
+    1,
+    1,
+    draw_mean,
+    observe_noted,
+    {"result": Property(2, right_mean), "collectives": Property(1, one_reduction)},
+)
 TASKS = {task.name: task for task in (TOTAL, KEPT, MEAN, NOTED)}

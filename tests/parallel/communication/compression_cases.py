@@ -41,12 +41,16 @@ def make(name):
     """A hook by its name here."""
     if name == "hierarchical":
         return HierarchicalAllReduce(*machine_groups(2))
-    return {"plain": lambda: sum_gradients, "powersgd": lambda: PowerSGD(2, error_feedback=True),
-            "powersgd without feedback": lambda: PowerSGD(2, error_feedback=False),
-            "topk": lambda: TopK(0.1, error_feedback=True),
-            "topk without feedback": lambda: TopK(0.1, error_feedback=False),
-            "topk of all": lambda: TopK(1.0, error_feedback=True), "int8": lambda: QuantizedAllReduce(8, 16),
-            "int4": lambda: QuantizedAllReduce(4, 16)}[name]()
+    return {
+        "plain": lambda: sum_gradients,
+        "powersgd": lambda: PowerSGD(2, error_feedback=True),
+        "powersgd without feedback": lambda: PowerSGD(2, error_feedback=False),
+        "topk": lambda: TopK(0.1, error_feedback=True),
+        "topk without feedback": lambda: TopK(0.1, error_feedback=False),
+        "topk of all": lambda: TopK(1.0, error_feedback=True),
+        "int8": lambda: QuantizedAllReduce(8, 16),
+        "int4": lambda: QuantizedAllReduce(4, 16),
+    }[name]()
 
 
 def stream(engine, rank, dtype, steps):
@@ -65,14 +69,19 @@ def reductions(names, dtype=torch.float64, bucket_bytes=1200):
     rank, results = dist.get_rank(), {}
     for name in names:
         hook = make(name)
-        engine = DataParallel(Weights(dtype), communication_hook=hook, bucket_bytes=bucket_bytes,
-                              first_bucket_bytes=bucket_bytes)
+        engine = DataParallel(
+            Weights(dtype), communication_hook=hook, bucket_bytes=bucket_bytes, first_bucket_bytes=bucket_bytes
+        )
         reduced = stream(engine, rank, dtype, range(STEPS - 1))
         with Meter() as meter:
             reduced += stream(engine, rank, dtype, [STEPS - 1])
         state = hook.state_dict() if hasattr(hook, "state_dict") else {}
-        results[name] = (reduced, state, [list(bucket.views) for bucket in engine.buckets],
-                         [(record.name, record.bytes, record.sent, record.ranks) for record in meter.collectives])
+        results[name] = (
+            reduced,
+            state,
+            [list(bucket.views) for bucket in engine.buckets],
+            [(record.name, record.bytes, record.sent, record.ranks) for record in meter.collectives],
+        )
     return results
 
 
@@ -118,5 +127,6 @@ def beside_torchs_power_sgd(rank_of_matrices):
     expected += stream(theirs, rank, torch.float64, range(1, STEPS))
     own = PowerSGD(rank_of_matrices, error_feedback=True)
     own.q = {name: firsts[columns] for name, columns in (("matrix", 12), ("kernel", 18))}
-    return expected, stream(DataParallel(Weights(torch.float64), communication_hook=own), rank, torch.float64,
-                            range(STEPS))
+    return expected, stream(
+        DataParallel(Weights(torch.float64), communication_hook=own), rank, torch.float64, range(STEPS)
+    )

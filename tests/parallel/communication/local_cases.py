@@ -83,8 +83,9 @@ def local(make_engine, make_optimizer, number, *, seed_of_rank=False):
 
 
 def local_sgd(sync_every, make_optimizer, number):
-    return local(lambda net: engine_of(net, sync_every=sync_every, averaging=True), make_optimizer, number,
-                 seed_of_rank=True)
+    return local(
+        lambda net: engine_of(net, sync_every=sync_every, averaging=True), make_optimizer, number, seed_of_rank=True
+    )
 
 
 def engine_of(net, *, fragments=1, bits=0, **options):
@@ -92,8 +93,13 @@ def engine_of(net, *, fragments=1, bits=0, **options):
     if "averaging" in options:
         return LocalSGD(net, sync_every=options["sync_every"], group=None)
     options = {"outer_lr": 0.7, "outer_momentum": 0.9, "overlap": 0, "keep": 0.0} | options
-    return DiLoCo(net, strided_fragments(net, fragments), **options, group=None,
-                  sum_over_ranks=QuantizedAllReduce(bits, 16).sum if bits else plain_sum)
+    return DiLoCo(
+        net,
+        strided_fragments(net, fragments),
+        **options,
+        group=None,
+        sum_over_ranks=QuantizedAllReduce(bits, 16).sum if bits else plain_sum,
+    )
 
 
 def diloco(options, make_optimizer, number):
@@ -164,11 +170,22 @@ def resumed(options, steps):
 def refusals():
     dist.init_process_group("gloo")
     said = []
-    for wrong in (lambda net: LocalSGD(net, sync_every=0, group=None),
-                  lambda net: engine_of(net, sync_every=3, overlap=3),
-                  lambda net: DiLoCo(net, [[net.last.weight]], sync_every=3, outer_lr=1, outer_momentum=0, overlap=0,
-                                     keep=0, group=None, sum_over_ranks=plain_sum),
-                  lambda net: strided_fragments(net, 5)):
+    for wrong in (
+        lambda net: LocalSGD(net, sync_every=0, group=None),
+        lambda net: engine_of(net, sync_every=3, overlap=3),
+        lambda net: DiLoCo(
+            net,
+            [[net.last.weight]],
+            sync_every=3,
+            outer_lr=1,
+            outer_momentum=0,
+            overlap=0,
+            keep=0,
+            group=None,
+            sum_over_ranks=plain_sum,
+        ),
+        lambda net: strided_fragments(net, 5),
+    ):
         try:
             wrong(model())
         except ConfigError as error:

@@ -21,8 +21,16 @@ from course_lib.parallel.ddp import Bucket
 from tests.parallel.communication import compression_cases
 from tests.parallel.communication.compression_cases import SHAPES, STEPS, gradients
 
-NAMES = ("plain", "powersgd", "powersgd without feedback", "topk", "topk without feedback", "topk of all", "int8",
-         "int4")
+NAMES = (
+    "plain",
+    "powersgd",
+    "powersgd without feedback",
+    "topk",
+    "topk without feedback",
+    "topk of all",
+    "int8",
+    "int4",
+)
 RANKS = (2, 3)
 compressing, sparse = (functools.partial(kind, error_feedback=True) for kind in (PowerSGD, TopK))
 
@@ -48,8 +56,9 @@ def mean(step, ranks):
 
 def furthest(mine, theirs):
     """The largest difference over all steps, by name."""
-    return {name: max((a[name] - b[name]).abs().max().item() for a, b in zip(mine, theirs, strict=True))
-            for name in SHAPES}
+    return {
+        name: max((a[name] - b[name]).abs().max().item() for a, b in zip(mine, theirs, strict=True)) for name in SHAPES
+    }
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -63,6 +72,7 @@ def test_without_compression_it_is_the_mean_and_with_it_another(ranks):
 
 
 # --- PowerSGD ---
+
 
 def power_sgd(means, rank, feedback=True):
     """Algorithms 1 and 2 of the paper for one worker, which has the mean gradient."""
@@ -141,6 +151,7 @@ def test_power_sgd_is_torchs():
 
 # --- top-k ---
 
+
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", ["topk", "topk without feedback"])
 def test_top_k_is_the_sum_of_the_ranks_largest_elements(ranks, name):
@@ -161,6 +172,7 @@ def test_top_k_is_the_sum_of_the_ranks_largest_elements(ranks, name):
 
 
 # --- quantization ---
+
 
 def by_hand(values, bits, block):
     """What arrives of one row of numbers, block by block."""
@@ -187,8 +199,9 @@ def test_numbers_come_back_as_the_nearest_multiple_of_their_blocks_scale(bits):
     steps = torch.arange(-block_quantization.levels(bits), block_quantization.levels(bits) + 1).float()
     steps = torch.cat([steps, steps[-1:]]).view(1, -1)
     block = steps.shape[1]
-    assert torch.equal(block_quantization.dequantize(block_quantization.quantize(steps, bits, block), bits, block),
-                       steps)
+    assert torch.equal(
+        block_quantization.dequantize(block_quantization.quantize(steps, bits, block), bits, block), steps
+    )
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -210,8 +223,10 @@ def test_a_quantized_sum_is_rounded_twice_whatever_the_number_of_ranks(ranks, bi
             part = -(-len(whole[0]) // (ranks * block)) * block
             expected = []
             for owner in range(ranks):
-                cut = [torch.nn.functional.pad(row, (0, ranks * part - len(row)))[owner * part : (owner + 1) * part]
-                       for row in whole]
+                cut = [
+                    torch.nn.functional.pad(row, (0, ranks * part - len(row)))[owner * part : (owner + 1) * part]
+                    for row in whole
+                ]
                 expected.append(by_hand(torch.stack([by_hand(row, bits, block) for row in cut]).sum(0), bits, block))
             mine = torch.cat([reduced(ranks, f"int{bits}")[step][key].view(-1) for key in names])
             # A sum in another order may round to the neighbouring code: none did, here.
@@ -222,6 +237,7 @@ def test_a_quantized_sum_is_rounded_twice_whatever_the_number_of_ranks(ranks, bi
 
 # --- hierarchical ---
 
+
 def test_the_hierarchical_sum_is_that_of_all_ranks_and_sends_little_between_machines():
     names = ("plain", "hierarchical")
     of_ranks = launch(compression_cases.reductions, names, num_processes=4, timeout=400)
@@ -231,7 +247,8 @@ def test_the_hierarchical_sum_is_that_of_all_ranks_and_sends_little_between_mach
         machine, peers = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
         buckets = len(of_rank["hierarchical"][2])
         assert sorted((name, group) for name, _, _, group in calls) == sorted(
-            [("reduce_scatter", machine), ("all_reduce", peers), ("all_gather", machine)] * buckets)
+            [("reduce_scatter", machine), ("all_reduce", peers), ("all_gather", machine)] * buckets
+        )
         within = sum(sent for _, _, sent, group in calls if group == machine)
         between = sum(sent for _, _, sent, group in calls if group == peers)
         sizes = [sum(torch.Size(SHAPES[key]).numel() for key in bucket) for bucket in of_rank["hierarchical"][2]]
@@ -248,13 +265,15 @@ class GroupOf:
 
 # --- bytes ---
 
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_what_is_sent_is_the_formula(ranks):
     for of_rank in results(ranks):
         for name, formula in {
             "plain": lambda _, elements: all_reduce_bytes(8 * elements, ranks),
             "powersgd": lambda names, _: compressing(2).bytes_per_step(
-                [torch.Size(SHAPES[name]) for name in names], ranks, 8),
+                [torch.Size(SHAPES[name]) for name in names], ranks, 8
+            ),
             "topk": lambda _, elements: sparse(0.1).bytes_per_step(elements, ranks, 8),
             "int8": lambda _, elements: QuantizedAllReduce(8, 16).bytes_per_step(elements, ranks),
             "int4": lambda _, elements: QuantizedAllReduce(4, 16).bytes_per_step(elements, ranks),
@@ -277,6 +296,7 @@ def test_the_formulas_at_size():
 
 # --- what it remembers ---
 
+
 def test_a_hook_that_was_saved_and_loaded_goes_on_with_the_same_bits():
     names = ("powersgd", "topk")
     for of_rank in launch(compression_cases.resumed, names, num_processes=2, timeout=400):
@@ -287,9 +307,13 @@ def test_a_hook_that_was_saved_and_loaded_goes_on_with_the_same_bits():
 
 
 def test_what_cannot_be_is_refused():
-    for wrong, words in ((lambda: compressing(0), "rank 0"), (lambda: sparse(0.0), "density of 0"),
-                         (lambda: sparse(1.5), "density of 1.5"), (lambda: QuantizedAllReduce(5, 256), "5 bits"),
-                         (lambda: QuantizedAllReduce(4, 7), "blocks of 7")):
+    for wrong, words in (
+        (lambda: compressing(0), "rank 0"),
+        (lambda: sparse(0.0), "density of 0"),
+        (lambda: sparse(1.5), "density of 1.5"),
+        (lambda: QuantizedAllReduce(5, 256), "5 bits"),
+        (lambda: QuantizedAllReduce(4, 7), "blocks of 7"),
+    ):
         with pytest.raises(ConfigError, match=words):
             wrong()
     for said in launch(odd_machines, num_processes=2, timeout=240):

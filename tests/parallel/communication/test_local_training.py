@@ -46,10 +46,12 @@ def averaging(every):
                 mean = sum(parameters) / len(models)
                 for parameter in parameters:
                     parameter.copy_(mean)
+
     return agree
 
 
 # --- LocalSGD ---
+
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_local_sgd_is_local_training_with_means(ranks):
@@ -71,12 +73,14 @@ def test_at_h_1_local_sgd_is_data_parallelism_with_plain_sgd_alone():
 
 
 def test_local_sgd_is_torchs():
-    for mine, theirs in zip(run(local_cases.local_sgd, 3, adamw, 7), run(local_cases.torchs_local_sgd, 3, 7),
-                            strict=True):
+    for mine, theirs in zip(
+        run(local_cases.local_sgd, 3, adamw, 7), run(local_cases.torchs_local_sgd, 3, 7), strict=True
+    ):
         assert furthest(mine, theirs) < 1e-13
 
 
 # --- DiLoCo ---
+
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_at_h_1_diloco_is_one_process_with_nesterov(momentum):
@@ -84,8 +88,9 @@ def test_at_h_1_diloco_is_one_process_with_nesterov(momentum):
     options = {"sync_every": 1, "outer_lr": 0.7, "outer_momentum": momentum}
     for mine in run(local_cases.diloco, options, sgd, 5):
         net = model()
-        outer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.02 * 0.7, momentum=momentum,
-                                nesterov=momentum > 0)
+        outer = torch.optim.SGD(
+            [p for p in net.parameters() if p.requires_grad], lr=0.02 * 0.7, momentum=momentum, nesterov=momentum > 0
+        )
         theirs = []
         for step in range(5):
             sum((net(x) - y).square().mean() / 2 for x, y in (batch(step, 0), batch(step, 1))).backward()
@@ -102,8 +107,10 @@ def outer_steps(every, ranks, fragments=1, overlap=0, keep=0.0):
     shared = model()
     names = {parameter: name for name, parameter in shared.named_parameters()}
     parts = [[names[p] for p in part] for part in strided_fragments(shared, fragments)]
-    outers = [torch.optim.SGD([shared.get_parameter(name) for name in part], lr=0.7, momentum=0.9, nesterov=True)
-              for part in parts]
+    outers = [
+        torch.optim.SGD([shared.get_parameter(name) for name in part], lr=0.7, momentum=0.9, nesterov=True)
+        for part in parts
+    ]
     under_way = {}
 
     @torch.no_grad()
@@ -111,8 +118,9 @@ def outer_steps(every, ranks, fragments=1, overlap=0, keep=0.0):
         for number, (part, outer) in enumerate(zip(parts, outers, strict=True)):
             place = (step + number * every // fragments) % every
             if place == 0:
-                under_way[number] = [sum(shared.get_parameter(name) - net.get_parameter(name) for net in models) / ranks
-                                     for name in part]
+                under_way[number] = [
+                    sum(shared.get_parameter(name) - net.get_parameter(name) for net in models) / ranks for name in part
+                ]
             if place == overlap and number in under_way:
                 for name, change in zip(part, under_way.pop(number), strict=True):
                     shared.get_parameter(name).grad = change
@@ -121,6 +129,7 @@ def outer_steps(every, ranks, fragments=1, overlap=0, keep=0.0):
                     for name in part:
                         own = net.get_parameter(name)
                         own.copy_(keep * own + (1 - keep) * shared.get_parameter(name))
+
     return agree
 
 
@@ -167,11 +176,14 @@ def test_fragments_are_strided():
     parts = strided_fragments(net, 2)
     names = {parameter: name for name, parameter in net.named_parameters()}
     assert [[names[p].removesuffix(".weight") for p in part if p.ndim == 2] for part in parts] == [
-        ["blocks.0", "blocks.2"], ["first", "blocks.1", "blocks.3", "last"]]
+        ["blocks.0", "blocks.2"],
+        ["first", "blocks.1", "blocks.3", "last"],
+    ]
     assert sum(map(len, parts)) == 12
 
 
 # --- agreement, bytes, state ---
+
 
 @pytest.mark.parametrize("kind", [{"averaging": True}, {}])
 def test_within_agreed_all_ranks_are_alike_and_after_it_themselves(kind):
@@ -204,5 +216,8 @@ def test_what_was_saved_in_the_middle_of_a_period_goes_on_with_the_same_bits(opt
 def test_what_cannot_be_is_refused():
     for said in run(local_cases.refusals):
         assert [line.partition(":")[0] for line in said] == [
-            "ranks that agree every 0 steps", "an overlap of 3 steps in a period of 3",
-            "fragments with 1 parameters for a model that trains 12", "5 fragments of a model with 4 blocks"], said
+            "ranks that agree every 0 steps",
+            "an overlap of 3 steps in a period of 3",
+            "fragments with 1 parameters for a model that trains 12",
+            "5 fragments of a model with 4 blocks",
+        ], said

@@ -86,15 +86,20 @@ def whole(stages, batches=((0, ROWS),), scale=1 / MICROBATCHES, frozen=0):
 
 
 def gradients(stages):
-    return {f"{stage}.{name}": None if parameter.grad is None else parameter.grad.clone()
-            for stage, module in stages.items() for name, parameter in module.named_parameters()}
+    return {
+        f"{stage}.{name}": None if parameter.grad is None else parameter.grad.clone()
+        for stage, module in stages.items()
+        for name, parameter in module.named_parameters()
+    }
 
 
 def furthest(some, others):
     """The largest difference; a gradient that is missing is far from one that is not."""
     assert some.keys() == others.keys() and some
-    return max(0.0 if a is b is None else float("inf") if a is None or b is None else (a - b).abs().max().item()
-               for a, b in ((some[name], others[name]) for name in some))
+    return max(
+        0.0 if a is b is None else float("inf") if a is None or b is None else (a - b).abs().max().item()
+        for a, b in ((some[name], others[name]) for name in some)
+    )
 
 
 def local(schedule, group=None, block=Block):
@@ -107,18 +112,30 @@ def run(schedule, group=None, engine=PipelineExecutor):
     stages = local(schedule, group)
     x, y, mask = batch()
     done = engine(schedule, stages, squares, group).step(x, targets=y, mask=mask)
-    return {"losses": [loss.item() for loss in done.losses], "gradients": gradients(stages), "peak": done.peak,
-            "actions": [span.action for span in done.spans]}
+    return {
+        "losses": [loss.item() for loss in done.losses],
+        "gradients": gradients(stages),
+        "peak": done.peak,
+        "actions": [span.action for span in done.spans],
+    }
 
 
 def broken(schedule):
     """The same without one of the mechanisms: a gradient message, the weights' half, the order of micro-batches."""
     take = P2PChannel.take
-    lost = mock.patch.object(P2PChannel, "take", lambda mail, user: tuple(
-        torch.zeros_like(each) if user.kind in "BI" else each for each in take(mail, user)))
+    lost = mock.patch.object(
+        P2PChannel,
+        "take",
+        lambda mail, user: tuple(torch.zeros_like(each) if user.kind in "BI" else each for each in take(mail, user)),
+    )
     forgotten = mock.patch.object(SplitBackward, "weight", lambda _: None)
-    swapped = mock.patch.object(P2PChannel, "take", lambda mail, user: tuple(
-        each.detach().flip(0).requires_grad_() if user.kind == "F" else each for each in take(mail, user)))
+    swapped = mock.patch.object(
+        P2PChannel,
+        "take",
+        lambda mail, user: tuple(
+            each.detach().flip(0).requires_grad_() if user.kind == "F" else each for each in take(mail, user)
+        ),
+    )
     found = {}
     for name, patch in {"gradients lost": lost, "weights forgotten": forgotten, "rows swapped": swapped}.items():
         with patch:
@@ -142,8 +159,13 @@ def several_batches():
         executor.step(*batch(0, 7)[:1], targets=y, mask=batch(0, 7)[2])
     with pytest.raises(ConfigError, match=r"a batch of tensors of \[3, 16\] rows"):
         executor.evaluate(x, mask=batch()[2])
-    return {"losses": losses, "outputs": outputs, "gradients": gradients(stages), "peaks": [e.peak for e in evaluated],
-            "evaluation": [loss.item() for loss in evaluated[0].losses]}
+    return {
+        "losses": losses,
+        "outputs": outputs,
+        "gradients": gradients(stages),
+        "peaks": [e.peak for e in evaluated],
+        "evaluation": [loss.item() for loss in evaluated[0].losses],
+    }
 
 
 def with_frozen(schedule):
@@ -193,8 +215,9 @@ def hugging_face(family, schedule, engine, group):
 
     def found():
         own = dict(model.named_parameters(remove_duplicate=False))
-        return {name: None if own[name].grad is None else own[name].grad.clone()
-                for name in set().union(*names.values())}
+        return {
+            name: None if own[name].grad is None else own[name].grad.clone() for name in set().union(*names.values())
+        }
 
     before = found()
     sum_shared_gradients(shared_weights(model, split), stages, schedule.stage_ranks, group)
@@ -224,11 +247,17 @@ def on_rank():
     if 2 in mine:
         found["hugging face"] = {
             (family, name, engine.__name__): hugging_face(family, make(name, 2, 4), engine, mine[2])
-            for family in FAMILIES for name, engine in RUNS}
+            for family in FAMILIES
+            for name, engine in RUNS
+        }
     found["activations"] = {name: metered(make(name, 4, MICROBATCHES)) for name in KINDS}
-    return found | {"broken": broken(make("zb_h1", 4, MICROBATCHES)), "several": several_batches(),
-                    "frozen": with_frozen(make("zbv", 4, MICROBATCHES)), "pairs": pairs(make("zbv", 4, MICROBATCHES)),
-                    "refusals": refusals()}
+    return found | {
+        "broken": broken(make("zb_h1", 4, MICROBATCHES)),
+        "several": several_batches(),
+        "frozen": with_frozen(make("zbv", 4, MICROBATCHES)),
+        "pairs": pairs(make("zbv", 4, MICROBATCHES)),
+        "refusals": refusals(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -319,12 +348,17 @@ def test_a_rank_holds_no_more_activations_than_the_table_says(ranks, name):
 def whole_model(family):
     model = stage_cases.build(family)
     inputs, targets = stage_cases.batch(family)
-    losses = [stage_cases.loss_sum(model(**dict(zip(inputs, parts, strict=True))).logits, target) for *parts, target in
-              zip(*(each.tensor_split(4) for each in (*inputs.values(), targets)), strict=True)]
+    losses = [
+        stage_cases.loss_sum(model(**dict(zip(inputs, parts, strict=True))).logits, target)
+        for *parts, target in zip(*(each.tensor_split(4) for each in (*inputs.values(), targets)), strict=True)
+    ]
     (sum(losses) * 0.25).backward()
     found = {name: each.grad for name, each in model.named_parameters(remove_duplicate=False)}
-    return [loss.item() for loss in losses], found, max(each.abs().max().item() for each in found.values()
-                                                        if each is not None)
+    return (
+        [loss.item() for loss in losses],
+        found,
+        max(each.abs().max().item() for each in found.values() if each is not None),
+    )
 
 
 @pytest.mark.parametrize(("name", "engine"), RUNS)
@@ -374,8 +408,11 @@ def on_one_rank():
 def test_what_a_stage_may_not_return_and_extras_of_any_name():
     said, losses = launch(on_one_rank, num_processes=1, timeout=200)[0]
     assert [line.partition(":")[0] for line in said] == [
-        "stage 0 returned a dict", "stage 0 returned a NoneType", "stage 0 returned a tuple with a NoneType",
-        "stage 0 returned a list"]
+        "stage 0 returned a dict",
+        "stage 0 returned a NoneType",
+        "stage 0 returned a tuple with a NoneType",
+        "stage 0 returned a list",
+    ]
     assert all(line.endswith("let a stage return a tensor, or a tuple of tensors") for line in said)
     assert losses == [16.5, 16.5]  # 3 * (1 * 5 + 0.5)
 

@@ -13,7 +13,7 @@ def test_all_blocks_are_dealt_once_and_the_middle_has_what_is_left():
             assert sum(dealt) == blocks and len(dealt) == stages and max(dealt) - min(dealt) <= 1
             assert dealt[0] == min(dealt) or blocks % stages == 0 or blocks % stages == stages - 1
             assert dealt[-1] == min(dealt)
-            assert list(dealt) == sorted(dealt[: stages // 2]) + sorted(dealt[stages // 2:], reverse=True)
+            assert list(dealt) == sorted(dealt[: stages // 2]) + sorted(dealt[stages // 2 :], reverse=True)
 
 
 def test_it_is_how_llama_3_was_cut():

@@ -121,8 +121,11 @@ def check_workers(row):
 
 
 def check_zbv(row):
-    assert row["value"] == {"bubble": "0 when T_F=T_B=T_W", "peak_activation": "p*M_B",
-                            "warmup": "2p-1 forwards per worker: 2p-i of chunk 1, i-1 of chunk 2"}
+    assert row["value"] == {
+        "bubble": "0 when T_F=T_B=T_W",
+        "peak_activation": "p*M_B",
+        "warmup": "2p-1 forwards per worker: 2p-i of chunk 1, i-1 of chunk 2",
+    }
     for ranks, microbatches in SIZES:
         table = make("zbv", ranks, microbatches)
         timeline = simulate(table, stage_costs(Costs(), 2))
@@ -130,7 +133,7 @@ def check_zbv(row):
         for worker, (down, up) in enumerate((table.stages_of(rank) for rank in range(ranks)), start=1):
             row_of = table.rows[worker - 1]
             first = next(index for index, action in enumerate(row_of) if action.kind != F)
-            warm = [action.stage for action in row_of[:first - 1]]  # the forward before it is of the steady pattern
+            warm = [action.stage for action in row_of[: first - 1]]  # the forward before it is of the steady pattern
             assert (warm.count(down), warm.count(up)) == (2 * ranks - worker, worker - 1)
 
 
@@ -212,10 +215,12 @@ def check_megatron(row):
         letters = {"p": ranks, "m": batch // size, "b_": batch, "b": size, "t_f": 3 * size, "t_b": 5 * size}
         timeline = simulate(make(name, ranks, batch // size), Costs(3 * size, 4 * size, size))
         ideal = letters["m"] * (letters["t_f"] + letters["t_b"])
-        assert (timeline.makespan - ideal) / ideal == value(row["value"]["bubble_over_ideal"], **letters | {
-            "m": Fraction(letters["m"])})
-        assert timeline.makespan == value(row["value"]["batch_time"].replace("b'", "b_"), **letters | {
-            "b_": Fraction(batch)})
+        assert (timeline.makespan - ideal) / ideal == value(
+            row["value"]["bubble_over_ideal"], **letters | {"m": Fraction(letters["m"])}
+        )
+        assert timeline.makespan == value(
+            row["value"]["batch_time"].replace("b'", "b_"), **letters | {"b_": Fraction(batch)}
+        )
 
 
 ROWS = {

@@ -21,8 +21,15 @@ from course_lib.parallel.pipeline.validation import check, in_flight
 
 GOLDEN = Path(__file__).parent / "golden"
 SIZES = list(product(range(1, 6), range(1, 13), (1, 2, 3)))
-TORCH = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "looped_bfs": "LoopedBFS",
-         "interleaved_zero_bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV"}
+TORCH = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "looped_bfs": "LoopedBFS",
+    "interleaved_zero_bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
 
 
 def legal(name):
@@ -42,10 +49,19 @@ def torch_rows(name, ranks, microbatches, stages_per_rank):
     made.n_local_stages, made._stages = stages_per_rank, [None] * stages_per_rank
     made.number_of_rounds = max(1, microbatches // ranks)
     made.microbatches_per_round = microbatches // made.number_of_rounds
-    rows = (made._get_pipeline_order() if name in ("gpipe", "1f1b") else
-            {rank: made._calculate_single_rank_operations(rank) for rank in range(ranks)})
-    return [[str(action) for action in rows[rank]
-             if action is not None and action.computation_type != torch_schedules.REDUCE_GRAD] for rank in range(ranks)]
+    rows = (
+        made._get_pipeline_order()
+        if name in ("gpipe", "1f1b")
+        else {rank: made._calculate_single_rank_operations(rank) for rank in range(ranks)}
+    )
+    return [
+        [
+            str(action)
+            for action in rows[rank]
+            if action is not None and action.computation_type != torch_schedules.REDUCE_GRAD
+        ]
+        for rank in range(ranks)
+    ]
 
 
 def with_pairs(table):
@@ -111,21 +127,29 @@ def test_every_legal_size_is_proved(name):
     for table in tables:
         peaks = check(table)
         assert len(peaks) == table.ranks and max(peaks) <= table.microbatches * table.stages // table.ranks
-    assert len(tables) == {"interleaved": 150, "interleaved_zero_bubble": 150, "looped_bfs": 180,
-                           "dualpipev": 35}.get(name, 60)
+    assert len(tables) == {"interleaved": 150, "interleaved_zero_bubble": 150, "looped_bfs": 180, "dualpipev": 35}.get(
+        name, 60
+    )
 
 
-@pytest.mark.parametrize(("name", "numbers", "message"), [
-    ("gpip", (4, 8, None), "unknown schedule `gpip`: did you mean `gpipe`?"),
-    ("1f1b", (0, 8, None), "0 ranks: take at least 1"),
-    ("1f1b", (4, 0, None), "0 micro-batches: take at least 1"),
-    ("interleaved", (4, 8, 0), "0 stages a rank: take at least 1"),
-    ("1f1b", (4, 8, 2), "1f1b with 2 stages a rank: it takes exactly 1"),
-    ("zbv", (4, 8, 3), "zbv with 3 stages a rank: it takes exactly 2"),
-    ("interleaved", (4, 9, 2), "interleaved with 9 micro-batches on 4 ranks: they must divide into 2 equal groups"),
-    ("interleaved_zero_bubble", (4, 13, 2), "they must divide into 3 equal groups"),
-    ("dualpipev", (4, 7, None), "dualpipev with 7 micro-batches on 4 ranks: it takes at least as many as stages, 8"),
-])
+@pytest.mark.parametrize(
+    ("name", "numbers", "message"),
+    [
+        ("gpip", (4, 8, None), "unknown schedule `gpip`: did you mean `gpipe`?"),
+        ("1f1b", (0, 8, None), "0 ranks: take at least 1"),
+        ("1f1b", (4, 0, None), "0 micro-batches: take at least 1"),
+        ("interleaved", (4, 8, 0), "0 stages a rank: take at least 1"),
+        ("1f1b", (4, 8, 2), "1f1b with 2 stages a rank: it takes exactly 1"),
+        ("zbv", (4, 8, 3), "zbv with 3 stages a rank: it takes exactly 2"),
+        ("interleaved", (4, 9, 2), "interleaved with 9 micro-batches on 4 ranks: they must divide into 2 equal groups"),
+        ("interleaved_zero_bubble", (4, 13, 2), "they must divide into 3 equal groups"),
+        (
+            "dualpipev",
+            (4, 7, None),
+            "dualpipev with 7 micro-batches on 4 ranks: it takes at least as many as stages, 8",
+        ),
+    ],
+)
 def test_what_is_illegal_is_refused_with_the_rule(name, numbers, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         make(name, *numbers)
@@ -157,9 +181,13 @@ def test_lowering_is_torchs(name):
     compared = 0
     for table in legal(name):
         torchs = torch_schedules._add_send_recv(
-            {rank: [torch_schedules._Action.from_str(str(action)) for action in row]
-             for rank, row in enumerate(table.rows)}, stage_to_rank=table.stage_ranks.__getitem__,
-            num_stages=table.stages)
+            {
+                rank: [torch_schedules._Action.from_str(str(action)) for action in row]
+                for rank, row in enumerate(table.rows)
+            },
+            stage_to_rank=table.stage_ranks.__getitem__,
+            num_stages=table.stages,
+        )
         lowered = lower(table)
         for rank, row in enumerate(lowered.rows):
             assert list(map(str, row)) == list(map(str, torchs[rank]))
@@ -186,7 +214,11 @@ def test_csv_round_trip_and_torchs_runtime(name, tmp_path):
         csv_form.write(form, tmp_path / f"{name}.csv")
         back = csv_form.read(tmp_path / f"{name}.csv")
         assert (back.name, back.stage_ranks, back.microbatches, back.rows) == (
-            name, table.stage_ranks, table.microbatches, form.rows)
+            name,
+            table.stage_ranks,
+            table.microbatches,
+            form.rows,
+        )
     for form in (table, lower(table)):
         csv_form.write(form, tmp_path / "table.csv")
         runtime = object.__new__(torch_schedules._PipelineScheduleRuntime)
@@ -206,17 +238,21 @@ def test_csv_reads_torchs_waits_pairs_and_bookkeeping():
     assert csv_form.parse(with_pairs(table), "dualpipev") == table
     assert len(table.overlapped) > 3
     torchs = ",0UNSHARD,0F0,,0B0,0REDUCE_GRAD\n1F0 , 1B0,1RESHARD,\n"
-    assert csv_form.parse(torchs) == Schedule("table", (0, 1), 1, ((Action(0, F, 0), Action(0, B, 0)),
-                                                                     (Action(1, F, 0), Action(1, B, 0))))
+    assert csv_form.parse(torchs) == Schedule(
+        "table", (0, 1), 1, ((Action(0, F, 0), Action(0, B, 0)), (Action(1, F, 0), Action(1, B, 0)))
+    )
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("0F0,0X0\n", "rank 0 of table: `0X0` is no action"),
-    ("0F0\n0B0\n", "stage 0 of table has rank 0 and 1: each stage needs one rank"),
-    ("0F0,0B0\n2F0,2B0\n", "stage 1 of table has rank none"),
-    ("", "table holds no action"),
-    ("0F0,0B0\n\n1F0,1B0\n", "rank 1 of table has nothing to do"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0X0\n", "rank 0 of table: `0X0` is no action"),
+        ("0F0\n0B0\n", "stage 0 of table has rank 0 and 1: each stage needs one rank"),
+        ("0F0,0B0\n2F0,2B0\n", "stage 1 of table has rank none"),
+        ("", "table holds no action"),
+        ("0F0,0B0\n\n1F0,1B0\n", "rank 1 of table has nothing to do"),
+    ],
+)
 def test_csv_that_is_no_table_is_refused(text, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         csv_form.parse(text)
@@ -238,8 +274,11 @@ def test_splitting_and_merging_backwards():
     merged = merge_backward(zero_bubble)
     check(merged)
     kinds = Counter(action.kind for row in merged.rows for action in row)
-    adjacent = sum((first.kind, second.kind) == (I, W) and first.microbatch == second.microbatch
-                   for row in zero_bubble.rows for first, second in pairwise(row))
+    adjacent = sum(
+        (first.kind, second.kind) == (I, W) and first.microbatch == second.microbatch
+        for row in zero_bubble.rows
+        for first, second in pairwise(row)
+    )
     assert kinds[B] == adjacent > 0 and kinds[B] + kinds[W] == 15 and kinds[I] == kinds[W]
 
 
@@ -256,9 +295,11 @@ def test_peaks_are_those_that_the_papers_state():
 
 
 def test_the_modules_need_no_torch():
-    code = ("import sys, course_lib.parallel.pipeline.fitted.search, course_lib.parallel.pipeline.validation, "
-            "course_lib.parallel.pipeline.csv_form, course_lib.parallel.pipeline.formulas\n"
-            "print([name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules])")
+    code = (
+        "import sys, course_lib.parallel.pipeline.fitted.search, course_lib.parallel.pipeline.validation, "
+        "course_lib.parallel.pipeline.csv_form, course_lib.parallel.pipeline.formulas\n"
+        "print([name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=240).stdout == b"[]\n"
 
 

@@ -30,8 +30,14 @@ def test_a_limit_turns_the_ranking_over():
     assert [best[limit].name for limit in best] == ["zbv", "zbv", "v_half", "v_min"]
     found = search(4, [16], Costs(), 3, names=names)
     problems = {each.name: each.problem for each in found}
-    assert problems == {"v_half": "", "v_min": "", "zbv": "rank 0 holds 4 > 3", "zb_h2": "rank 0 holds 7 > 3",
-                        "1f1b": "rank 0 holds 4 > 3", "gpipe": "rank 0 holds 16 > 3"}
+    assert problems == {
+        "v_half": "",
+        "v_min": "",
+        "zbv": "rank 0 holds 4 > 3",
+        "zb_h2": "rank 0 holds 7 > 3",
+        "1f1b": "rank 0 holds 4 > 3",
+        "gpipe": "rank 0 holds 16 > 3",
+    }
     assert [each.name for each in found][:2] == ["v_half", "v_min"]
     assert all(each.problem for each in search(4, [16], Costs(), Fraction(1, 2)))
 
@@ -39,8 +45,9 @@ def test_a_limit_turns_the_ranking_over():
 def test_what_is_illegal_is_listed_last_with_the_rule():
     found = search(4, [7], Costs())
     illegal = {each.name: each.problem for each in found if each.timeline is None}
-    assert illegal.keys() == {"dualpipev", "zbv_auto"} and all("at least as many as stages" in each
-                                                                for each in illegal.values())
+    assert illegal.keys() == {"dualpipev", "zbv_auto"} and all(
+        "at least as many as stages" in each for each in illegal.values()
+    )
     assert {each.name for each in found[-2:]} == illegal.keys()
 
 
@@ -90,13 +97,16 @@ def test_stages_for(name):
         assert stages_for(name, 3) == 3
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: search(4, [8], Costs(), names=["zbw"]), "unknown schedule `zbw`: did you mean"),
-    (lambda: search(0, [8], Costs()), "0 ranks: take at least 1"),
-    (lambda: search(4, [8, 0], Costs()), "0 micro-batches: take at least 1"),
-    (lambda: search(4, [8], Costs(), stages_per_rank=[0]), "0 stages a rank: take at least 1"),
-    (lambda: build("v_half", 0, 8, 2, Costs()), "0 ranks and 8 micro-batches"),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: search(4, [8], Costs(), names=["zbw"]), "unknown schedule `zbw`: did you mean"),
+        (lambda: search(0, [8], Costs()), "0 ranks: take at least 1"),
+        (lambda: search(4, [8, 0], Costs()), "0 micro-batches: take at least 1"),
+        (lambda: search(4, [8], Costs(), stages_per_rank=[0]), "0 stages a rank: take at least 1"),
+        (lambda: build("v_half", 0, 8, 2, Costs()), "0 ranks and 8 micro-batches"),
+    ],
+)
 def test_bad_numbers_are_refused(call, message):
     with pytest.raises(ConfigError, match=message):
         call()

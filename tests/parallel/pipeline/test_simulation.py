@@ -17,8 +17,14 @@ from course_lib.parallel.pipeline.simulation import Costs, Number, Timeline, exa
 from course_lib.parallel.pipeline.validation import check, in_flight
 
 LENGTHS: list[tuple[Number, Number, Number]] = [
-    (1, 1, 1), (3, 2, 1), (2, 3, 1), (10, 10, 7), (5, 6, 4), (Fraction(1, 3), Fraction(2, 7), Fraction(1, 5)),
-    (0.1, 0.2, 0.1)]
+    (1, 1, 1),
+    (3, 2, 1),
+    (2, 3, 1),
+    (10, 10, 7),
+    (5, 6, 4),
+    (Fraction(1, 3), Fraction(2, 7), Fraction(1, 5)),
+    (0.1, 0.2, 0.1),
+]
 
 
 def longest(timeline: Timeline) -> Fraction:
@@ -42,8 +48,9 @@ def test_gpipe_and_1f1b_wait_p_minus_1_of_m_plus_p_minus_1():
 
 def test_interleaved_divides_the_wait_by_v():
     compared = 0
-    for ranks, rounds, stages, lengths, name in product(range(1, 6), (1, 2, 3), (1, 2, 3, 4), LENGTHS,
-                                                        ("interleaved", "looped_bfs")):
+    for ranks, rounds, stages, lengths, name in product(
+        range(1, 6), (1, 2, 3), (1, 2, 3, 4), LENGTHS, ("interleaved", "looped_bfs")
+    ):
         microbatches = rounds * ranks
         timeline = simulate(make(name, ranks, microbatches, stages), stage_costs(Costs(*lengths), stages))
         assert timeline.bubble == Fraction(ranks - 1, stages * microbatches + ranks - 1)
@@ -89,8 +96,12 @@ def test_a_time_line_keeps_every_rule():
     costs = Costs([3, 1, 4, 1], [1, 5, 9, 2], [6, 5, 3, 5], latency=Fraction(1, 2))
     table = make("zb_h2", 4, 9)
     timeline = simulate(table, costs)
-    ends = {(span.action.stage, F if span.action.kind == F else B, span.action.microbatch): span.end
-            for row in timeline.rows for span in row if span.action.kind != "W"}
+    ends = {
+        (span.action.stage, F if span.action.kind == F else B, span.action.microbatch): span.end
+        for row in timeline.rows
+        for span in row
+        if span.action.kind != "W"
+    }
     waits = 0
     for row, actions in zip(timeline.rows, table.rows, strict=True):
         assert tuple(span.action for span in row) == actions
@@ -128,13 +139,19 @@ def test_overlapped_pairs_take_the_time_of_a_pair():
     assert simulate(make("1f1b", 4, 8), Costs(pair=2)).rows == simulate(make("1f1b", 4, 8)).rows
 
 
-@pytest.mark.parametrize(("make_costs", "message"), [
-    (lambda: Costs(-1), "cost `forward` is -1: take a number from 0 on"),
-    (lambda: Costs(backward_weight=[1, float("nan")]), "cost `backward_weight` is nan"),
-    (lambda: Costs(latency=float("inf")), "cost `latency` is inf"),
-    (lambda: Costs(activation=(1, -2)), "cost `activation` is -2"),
-    (lambda: simulate(make("1f1b", 4, 4), Costs([1, 2])), "cost `forward` is given for 2 stages, and the table has 4"),
-])
+@pytest.mark.parametrize(
+    ("make_costs", "message"),
+    [
+        (lambda: Costs(-1), "cost `forward` is -1: take a number from 0 on"),
+        (lambda: Costs(backward_weight=[1, float("nan")]), "cost `backward_weight` is nan"),
+        (lambda: Costs(latency=float("inf")), "cost `latency` is inf"),
+        (lambda: Costs(activation=(1, -2)), "cost `activation` is -2"),
+        (
+            lambda: simulate(make("1f1b", 4, 4), Costs([1, 2])),
+            "cost `forward` is given for 2 stages, and the table has 4",
+        ),
+    ],
+)
 def test_bad_costs_are_refused(make_costs, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         make_costs()

@@ -15,7 +15,7 @@ from course_lib.parallel.pipeline.validation import check
 def edit(schedule, rank, change):
     """The table with one row changed, by a function of its text."""
     row = tuple(map(Action.parse, change([str(action) for action in schedule.rows[rank]])))
-    return replace(schedule, rows=(*schedule.rows[:rank], row, *schedule.rows[rank + 1:]))
+    return replace(schedule, rows=(*schedule.rows[:rank], row, *schedule.rows[rank + 1 :]))
 
 
 def without(cell):
@@ -36,31 +36,69 @@ FAULTS = {
     "weights without a gradient": ("zb_h1", False, 1, without("1W4"), "zb_h1 lacks 1W4"),
     "weights alone": ("zb_h1", False, 1, without("1I4"), "zb_h1 lacks 1I4"),
     "an action twice": ("gpipe", False, 0, lambda row: [*row, "0B7"], "rank 0 of gpipe has 0B7 twice"),
-    "a backward whole and split": ("1f1b", False, 0, replaced("0B2", "0B2", "0I2", "0W2"),
-                                   "1f1b has 0B2 and 0I2 or 0W2"),
+    "a backward whole and split": (
+        "1f1b",
+        False,
+        0,
+        replaced("0B2", "0B2", "0I2", "0W2"),
+        "1f1b has 0B2 and 0I2 or 0W2",
+    ),
     "a backward before its forward": ("1f1b", False, 3, swapped("3F2", "3B2"), "rank 3 of 1f1b has 3B2 before 3F2"),
     "weights before the input": ("zb_h2", False, 2, swapped("2I1", "2W1"), "rank 2 of zb_h2 has 2W1 before 2I1"),
-    "a stage of another rank": ("interleaved", False, 1, replaced("5F0", "6F0"),
-                                "rank 1 of interleaved has 6F0: stage 6"),
+    "a stage of another rank": (
+        "interleaved",
+        False,
+        1,
+        replaced("5F0", "6F0"),
+        "rank 1 of interleaved has 6F0: stage 6",
+    ),
     "a stage that there is not": ("1f1b", False, 3, replaced("3F0", "4F0"), "3 of 1f1b has 4F0: there are 4 stages"),
     "a micro-batch too many": ("1f1b", False, 0, lambda row: [*row, "0F8"], "0 of 1f1b has 0F8: there are 4 stages"),
     "ranks that wait for each other": (
-        "1f1b", False, 0, lambda row: ["0F0", "0B0", *[each for each in row if each not in ("0F0", "0B0")]],
-        "1f1b waits for itself: rank 0 in 0B0 for 1B0, rank 1 in 1F1 for 0F1"),
-    "a V that is climbed too early": ("zbv", False, 3, swapped("3F0", "4F0"),
-                                      "zbv waits for itself: rank 0 in 7F0 for 6F0"),
+        "1f1b",
+        False,
+        0,
+        lambda row: ["0F0", "0B0", *[each for each in row if each not in ("0F0", "0B0")]],
+        "1f1b waits for itself: rank 0 in 0B0 for 1B0, rank 1 in 1F1 for 0F1",
+    ),
+    "a V that is climbed too early": (
+        "zbv",
+        False,
+        3,
+        swapped("3F0", "4F0"),
+        "zbv waits for itself: rank 0 in 7F0 for 6F0",
+    ),
     "a send left out": ("1f1b", True, 0, without("0SEND_F1"), "rank 0 of 1f1b lacks 0SEND_F1"),
     "a receive left out": ("1f1b", True, 1, without("1RECV_F1"), "rank 1 of 1f1b lacks 1RECV_F1"),
-    "a send that nobody receives": ("1f1b", True, 3, lambda row: [*row, "3SEND_F0"],
-                                     "rank 3 of 1f1b has 3SEND_F0, which has no use"),
-    "a send before its forward": ("1f1b", True, 0, swapped("0F2", "0SEND_F2"),
-                                  "rank 0 of 1f1b has 0SEND_F2 before 0F2"),
-    "a gradient sent before it is made": ("zbv", True, 1, swapped("6I1", "6SEND_B1"),
-                                          "rank 1 of zbv has 6SEND_B1 before 6I1 or 6B1"),
+    "a send that nobody receives": (
+        "1f1b",
+        True,
+        3,
+        lambda row: [*row, "3SEND_F0"],
+        "rank 3 of 1f1b has 3SEND_F0, which has no use",
+    ),
+    "a send before its forward": (
+        "1f1b",
+        True,
+        0,
+        swapped("0F2", "0SEND_F2"),
+        "rank 0 of 1f1b has 0SEND_F2 before 0F2",
+    ),
+    "a gradient sent before it is made": (
+        "zbv",
+        True,
+        1,
+        swapped("6I1", "6SEND_B1"),
+        "rank 1 of zbv has 6SEND_B1 before 6I1 or 6B1",
+    ),
     "a use before the receive": ("1f1b", True, 1, swapped("1F1", "1RECV_F1"), "rank 1 of 1f1b has 1F1 before 1RECV_F1"),
     "messages in another order on one side": (
-        "1f1b", True, 1, lambda row: replaced("1SEND_B0", "1SEND_B0", "1RECV_F3")(without("1RECV_F3")(row)),
-        "hangs where sends block until they are received: rank 0 in 0SEND_F3, rank 1 in 1SEND_B0"),
+        "1f1b",
+        True,
+        1,
+        lambda row: replaced("1SEND_B0", "1SEND_B0", "1RECV_F3")(without("1RECV_F3")(row)),
+        "hangs where sends block until they are received: rank 0 in 0SEND_F3, rank 1 in 1SEND_B0",
+    ),
 }
 
 

@@ -22,9 +22,22 @@ from course_lib.training.callbacks.monitoring import (
 )
 from course_lib.training.engines.base import Engine
 
-QUICK = {"model": "tiny-gpt2", "max_train_samples": 64, "max_eval_samples": 8, "max_length": 32, "max_steps": 8,
-         "logging_steps": 4, "eval_steps": 0, "save_steps": 0, "device": "cpu", "progress_bar": False,
-         "baselines": False, "batch_size": 4, "tracker": "none", "keep_best": False}
+QUICK = {
+    "model": "tiny-gpt2",
+    "max_train_samples": 64,
+    "max_eval_samples": 8,
+    "max_length": 32,
+    "max_steps": 8,
+    "logging_steps": 4,
+    "eval_steps": 0,
+    "save_steps": 0,
+    "device": "cpu",
+    "progress_bar": False,
+    "baselines": False,
+    "batch_size": 4,
+    "tracker": "none",
+    "keep_best": False,
+}
 BALLAST_MIB = 400
 
 
@@ -112,7 +125,8 @@ def test_the_share_of_communication_is_metered_on_every_rank_and_nothing_is_chan
     assert table[["step", "rank"]].to_numpy().tolist() == [[3, 0], [3, 1], [6, 0], [6, 1]]
     assert table["communication"].between(1e-4, 1).all() and (table["exposed"] <= table["communication"]).all()
     assert table["mb_sent"].tolist() == pytest.approx([first["gradient bytes"] / 1e6] * 4, rel=0.01), (
-        "an all-reduce on two ranks sends each gradient once")
+        "an all-reduce on two ranks sends each gradient once"
+    )
     assert first["all"] == first["plain"] == first["held"], "watching leaves the training as it is"
     piped = pd.read_csv(folder / "pipeline" / "monitor" / "communication.csv")
     assert len(piped) == 4 and (piped["mb_sent"] > 0).all()
@@ -142,8 +156,11 @@ def test_the_summary_has_a_row_a_rank(trained):
 
 def test_the_config_switches_them_on():
     assert monitors(build(QUICK)) == []
-    memory, communication, profiler = monitors(build({"memory_steps": 5, "memory_alert": 0.5, "imbalance_alert": 2,
-                                                      "communication_steps": 7, "profile_steps": 3}))
+    memory, communication, profiler = monitors(
+        build(
+            {"memory_steps": 5, "memory_alert": 0.5, "imbalance_alert": 2, "communication_steps": 7, "profile_steps": 3}
+        )
+    )
     assert isinstance(memory, MemoryMonitor) and isinstance(profiler, Profiler)
     assert (memory.every, memory.alert, memory.imbalance) == (5, 0.5, 2)
     assert isinstance(communication, CommunicationMonitor) and communication.every == 7

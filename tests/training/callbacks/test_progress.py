@@ -20,9 +20,23 @@ from course_lib.training.callbacks.progress import LogLines, terminal_lines
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.run import train
 
-QUICK = {"model": "tiny-bert", "training_type": "basic", "max_train_samples": 48, "max_eval_samples": 8,
-         "max_length": 16, "batch_size": 4, "max_steps": 6, "logging_steps": 2, "eval_steps": 3, "save_steps": 0,
-         "baselines": False, "tracker": "none", "watchdog": 0.0, "warmup_steps": 2, "learning_rate": 1e-3}
+QUICK = {
+    "model": "tiny-bert",
+    "training_type": "basic",
+    "max_train_samples": 48,
+    "max_eval_samples": 8,
+    "max_length": 16,
+    "batch_size": 4,
+    "max_steps": 6,
+    "logging_steps": 2,
+    "eval_steps": 3,
+    "save_steps": 0,
+    "baselines": False,
+    "tracker": "none",
+    "watchdog": 0.0,
+    "warmup_steps": 2,
+    "learning_rate": 1e-3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +53,11 @@ def test_the_first_lines_say_what_is_trained_on_what_how_and_where(printed):
     lines, folder = printed
     assert lines[0] == "data       tweets"
     for line, split, rows in zip(lines[1:4], ("train", "validation", "test"), (48, 8, 8), strict=True):
-        said = re.fullmatch(rf"{split:<10} {rows} rows: negative (\d+), neutral (\d+), positive (\d+); (\d+) rows? "
-                            r"\(\d+\.\d%\) cut at 16 tokens, which leaves out (\d+\.\d)% of the tokens", line)
+        said = re.fullmatch(
+            rf"{split:<10} {rows} rows: negative (\d+), neutral (\d+), positive (\d+); (\d+) rows? "
+            r"\(\d+\.\d%\) cut at 16 tokens, which leaves out (\d+\.\d)% of the tokens",
+            line,
+        )
         *counts, cut, share = map(float, said.groups())
         assert sum(counts) == rows and 0 < cut <= rows and 0 < share < 100
     assert re.fullmatch(r"model      tiny-bert, \d+\.\d million weights, classification", lines[4])
@@ -50,8 +67,13 @@ def test_the_first_lines_say_what_is_trained_on_what_how_and_where(printed):
 
 def test_each_logged_step_and_evaluation_is_a_line_with_the_time_left(printed):
     lines = [line for line in printed[0] if line.startswith("step ")]
-    steps = [re.fullmatch(r"step (\d)/6, epoch 0\.\d\d, loss \d\.\d{4}, lr \d\.\de-\d\d, \d+ samples/s, \d\d:\d\d left",
-                          line) for line in lines if "/" in line]
+    steps = [
+        re.fullmatch(
+            r"step (\d)/6, epoch 0\.\d\d, loss \d\.\d{4}, lr \d\.\de-\d\d, \d+ samples/s, \d\d:\d\d left", line
+        )
+        for line in lines
+        if "/" in line
+    ]
     assert [step.group(1) for step in steps if step] == ["2", "4", "6"]
     evaluations = [line for line in lines if "/" not in line]
     assert [line.partition(":")[0] for line in evaluations] == ["step 3", "step 6"]
@@ -91,8 +113,10 @@ def test_a_second_signal_ends_with_its_own_code_and_says_what_was_saved(tmp_path
             signal.raise_signal(number)
 
     for saves, told in ((0, "there is no checkpoint"), (2, f"the last checkpoint is .*{checkpoint.name(2)}")):
-        config = build(QUICK | {"output_dir": str(tmp_path / str(saves)), "progress_bar": False, "eval_steps": 0,
-                                "save_steps": saves})
+        config = build(
+            QUICK
+            | {"output_dir": str(tmp_path / str(saves)), "progress_bar": False, "eval_steps": 0, "save_steps": saves}
+        )
         with pytest.raises(TrainingInterrupted, match=f"stopped at once by a second {number.name}; {told}") as ended:
             train(config, [FunctionCallback(twice)])
         assert ended.value.exit_code == code

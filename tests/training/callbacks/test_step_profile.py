@@ -18,9 +18,22 @@ from course_lib.training.callbacks.monitoring import Profiler, monitors
 from course_lib.training.callbacks.step_profile import NUMBERS, TABLE, TRACE, StepProfile
 from course_lib.training.engines.base import Engine
 
-QUICK = {"model": "tiny-gpt2", "max_train_samples": 64, "max_eval_samples": 8, "max_length": 32, "max_steps": 7,
-         "logging_steps": 1, "eval_steps": 0, "save_steps": 0, "device": "cpu", "progress_bar": False,
-         "baselines": False, "batch_size": 4, "tracker": "none", "keep_best": False}
+QUICK = {
+    "model": "tiny-gpt2",
+    "max_train_samples": 64,
+    "max_eval_samples": 8,
+    "max_length": 32,
+    "max_steps": 7,
+    "logging_steps": 1,
+    "eval_steps": 0,
+    "save_steps": 0,
+    "device": "cpu",
+    "progress_bar": False,
+    "baselines": False,
+    "batch_size": 4,
+    "tracker": "none",
+    "keep_best": False,
+}
 PROFILE = QUICK | {"profile": True}
 
 
@@ -34,8 +47,9 @@ class Seen(Callback):
         self.losses += [line["loss"]] if "loss" in line else []
 
     def on_train_end(self, trainer):
-        self.weights = torch.cat([part.detach().flatten() for p in trainer.model.parameters() for part in
-                                  local_tensors(p)])
+        self.weights = torch.cat(
+            [part.detach().flatten() for p in trainer.model.parameters() for part in local_tensors(p)]
+        )
 
 
 def train_all(folder: str) -> dict:
@@ -51,8 +65,16 @@ def train_all(folder: str) -> dict:
     train("plain")
     train("profiled", profile=True)
     train("cut", max_steps=7, num_epochs=4, save_steps=7)
-    train("resumed", max_steps=14, num_epochs=4, profile=True, profile_steps=2, profile_warmup=2,
-          resume_from_checkpoint="auto", output_dir=f"{folder}/cut")
+    train(
+        "resumed",
+        max_steps=14,
+        num_epochs=4,
+        profile=True,
+        profile_steps=2,
+        profile_warmup=2,
+        resume_from_checkpoint="auto",
+        output_dir=f"{folder}/cut",
+    )
     train("fsdp", profile=True, strategy="fsdp", gradient_accumulation_steps=2, num_epochs=4)
     train("pipeline", profile=True, training_type="pipeline", num_epochs=4)
     train("too short", profile=True, num_epochs=0.25, max_steps=None)
@@ -78,9 +100,11 @@ def test_the_training_is_the_same_to_the_bit(trained):
 
 
 def test_every_rank_is_in_the_trace_on_one_clock(trained):
-    for name, phases in (("profiled", ["data", "forward", "backward", "optimizer"] * 3),
-                         ("fsdp", ["data", *["forward", "backward"] * 2, "optimizer"] * 3),
-                         ("pipeline", ["data", "pipeline", "optimizer"] * 3)):
+    for name, phases in (
+        ("profiled", ["data", "forward", "backward", "optimizer"] * 3),
+        ("fsdp", ["data", *["forward", "backward"] * 2, "optimizer"] * 3),
+        ("pipeline", ["data", "pipeline", "optimizer"] * 3),
+    ):
         events, _ = read(trained[0] / name)
         spans = [event for event in events if event["ph"] == "X"]
         calls = []
@@ -90,8 +114,14 @@ def test_every_rank_is_in_the_trace_on_one_clock(trained):
             assert [event["name"] for event in own if event["cat"] == "step"] == ["step 4", "step 5", "step 6"]
             assert sum(event["name"] == "aten::addmm" for event in own) >= 3 * 2
             calls.append([event for event in own if event["cat"] == "collective"])
-        both = [[call for call in own if call["args"]["ranks"] == [0, 1] and
-                 call["name"] in ("all_reduce", "all_gather", "reduce_scatter")] for own in calls]
+        both = [
+            [
+                call
+                for call in own
+                if call["args"]["ranks"] == [0, 1] and call["name"] in ("all_reduce", "all_gather", "reduce_scatter")
+            ]
+            for own in calls
+        ]
         assert len(both[0]) == len(both[1]) >= 3
         for one, other in zip(*both, strict=True):  # no rank leaves one before all have come
             assert one["args"] == other["args"]
@@ -129,8 +159,11 @@ def test_the_config_switches_it_on_or_says_what_is_missing():
     assert (profile.wait, profile.warmup, profile.active) == (3, 0, 1)
     (old,) = monitors(build(QUICK | {"profile_steps": 1}))
     assert isinstance(old, Profiler)
-    for options, cure in (({"torch_compile": True}, {"profile": None, "profile_steps": "3"}),
-                          ({"profile_wait": 1}, {"profile_wait": "2"}), ({"max_steps": 5}, {"max_steps": "6"})):
+    for options, cure in (
+        ({"torch_compile": True}, {"profile": None, "profile_steps": "3"}),
+        ({"profile_wait": 1}, {"profile_wait": "2"}),
+        ({"max_steps": 5}, {"max_steps": "6"}),
+    ):
         with pytest.raises(ConfigError) as refused:
             build(PROFILE | options)
         assert refused.value.cure == cure

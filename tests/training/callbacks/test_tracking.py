@@ -17,9 +17,22 @@ from course_lib.training.callbacks.predictions import predict
 from course_lib.training.engines.base import Engine
 from tests.forked_process import wandb_imported
 
-QUICK = {"model": "tiny-gpt2", "max_train_samples": 44, "max_eval_samples": 33, "max_length": 32, "max_steps": 4,
-         "logging_steps": 2, "eval_steps": 0, "save_steps": 0, "device": "cpu", "progress_bar": False,
-         "baselines": False, "learning_rate": 1e-3, "batch_size": 4, "tracker": "jsonl"}
+QUICK = {
+    "model": "tiny-gpt2",
+    "max_train_samples": 44,
+    "max_eval_samples": 33,
+    "max_length": 32,
+    "max_steps": 4,
+    "logging_steps": 2,
+    "eval_steps": 0,
+    "save_steps": 0,
+    "device": "cpu",
+    "progress_bar": False,
+    "baselines": False,
+    "learning_rate": 1e-3,
+    "batch_size": 4,
+    "tracker": "jsonl",
+}
 
 
 class Fails(Tracker):
@@ -96,8 +109,10 @@ def test_every_rank_tracks_a_run_of_its_own_in_one_group(trained):
     assert len(found) == 4 and {run.group for run in found} == {"each"}
     for tracker in ("jsonl", "wandb"):
         own = sorted((run for run in found if run.tracker == tracker), key=lambda run: run.rank)
-        assert [(run.name, run.rank, run.state) for run in own] == [("each-rank0", 0, "finished"),
-                                                                   ("each-rank1", 1, "finished")]
+        assert [(run.name, run.rank, run.state) for run in own] == [
+            ("each-rank0", 0, "finished"),
+            ("each-rank1", 1, "finished"),
+        ]
         assert len({run.id for run in own}) == 2
         memory = [next(value for *_, name, value in run.rows if name == "system/memory_mib") for run in own]
         assert memory[0] != memory[1]
@@ -116,10 +131,12 @@ def test_predictions_of_a_pipeline_and_of_two_ranks_are_those_of_one_process(tra
         assert 0 < wrong < 33 and scores["test/accuracy"] == pytest.approx(1 - wrong / 33)
     predictions = found[0]["predictions"]
     assert len(predictions.labels) == 33
-    assert all((a == b).all() for a, b in zip(vars(predictions).values(), vars(found[1]["predictions"]).values(),
-                                              strict=True))
-    config = build(QUICK | {"output_dir": str(folder / "again"), "training_type": "basic",
-                            "model": str(folder / "one" / "model")})
+    assert all(
+        (a == b).all() for a, b in zip(vars(predictions).values(), vars(found[1]["predictions"]).values(), strict=True)
+    )
+    config = build(
+        QUICK | {"output_dir": str(folder / "again"), "training_type": "basic", "model": str(folder / "one" / "model")}
+    )
     trainer, text = runs.build_trainer(config)
     alone = predict(trainer, "test").wrong(text.splits["test"]["text"], text.label_names, 100)
     assert [row[:4] for row in alone] == [row[:4] for row in tables["one"]]
@@ -128,8 +145,12 @@ def test_predictions_of_a_pipeline_and_of_two_ranks_are_those_of_one_process(tra
 
 def test_tensors_are_watched_with_every_way_to_hold_them(trained):
     looked_at = 0
-    for name, kinds in {"pipeline": {"gradients", "parameters"}, "zero1-torch": {"gradients", "parameters"},
-                        "fsdp-torch": {"gradients", "parameters"}, "zero3-scratch": {"parameters"}}.items():
+    for name, kinds in {
+        "pipeline": {"gradients", "parameters"},
+        "zero1-torch": {"gradients", "parameters"},
+        "fsdp-torch": {"gradients", "parameters"},
+        "zero3-scratch": {"parameters"},
+    }.items():
         names = histograms_in(trained[0] / name / "tracking" / "rank-0.jsonl")
         assert {each.partition("/")[0] for each in names} == kinds, name
         assert any(each.endswith("h.0.mlp.c_fc.weight") for each in names), name

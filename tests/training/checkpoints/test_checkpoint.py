@@ -15,9 +15,14 @@ from course_lib.training.checkpoints import checkpoint, manifest, safetensors_tr
 
 def test_state_comes_back_as_it_was(tmp_path):
     shared = torch.randn(4, 3)
-    state = {"state": {0: {"step": torch.tensor(3.0), "exp_avg": shared}, 1: {"exp_avg": shared.T}},
-             "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": [0, 1], "fused": True, "maximize": None}],
-             "random": random.getstate(), "empty": {}, "none": None, "bf16": torch.randn(3).bfloat16()}
+    state = {
+        "state": {0: {"step": torch.tensor(3.0), "exp_avg": shared}, 1: {"exp_avg": shared.T}},
+        "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": [0, 1], "fused": True, "maximize": None}],
+        "random": random.getstate(),
+        "empty": {},
+        "none": None,
+        "bf16": torch.randn(3).bfloat16(),
+    }
     safetensors_tree.save(state, tmp_path / "state.safetensors")
     back = safetensors_tree.load(tmp_path / "state.safetensors")
     assert back["random"] == state["random"] and back["param_groups"] == state["param_groups"]
@@ -35,6 +40,7 @@ def files_of(step):
     def write(folder):
         safetensors_tree.save({"step": step, "weights": torch.full((1000,), float(step))}, folder / "model.safetensors")
         (folder / "state.json").write_text(f'{{"step": {step}}}')
+
     return write
 
 
@@ -99,13 +105,17 @@ def test_pruning_keeps_the_newest(run):
     assert steps_of(run) == [20, 30]
 
 
-@pytest.mark.parametrize("damage", [
-    lambda folder: flip(folder / "model.safetensors"),
-    lambda folder: flip(folder / manifest.MANIFEST),
-    lambda folder: os.truncate(folder / "model.safetensors", 100),
-    lambda folder: (folder / "state.json").unlink(),
-    lambda folder: (folder / manifest.MANIFEST).unlink(),
-], ids=["bit", "bit of the manifest", "cut short", "file missing", "manifest missing"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: flip(folder / "model.safetensors"),
+        lambda folder: flip(folder / manifest.MANIFEST),
+        lambda folder: os.truncate(folder / "model.safetensors", 100),
+        lambda folder: (folder / "state.json").unlink(),
+        lambda folder: (folder / manifest.MANIFEST).unlink(),
+    ],
+    ids=["bit", "bit of the manifest", "cut short", "file missing", "manifest missing"],
+)
 def test_pruning_never_deletes_the_last_good_one(run, damage):
     damage(run / checkpoint.name(30))
     checkpoint.prune(run, 1)
@@ -170,8 +180,10 @@ def test_a_file_that_cannot_be_read_is_named_and_the_one_before_is_used(run, mon
     monkeypatch.setattr(manifest.hashlib, "file_digest", file_digest)
     said = []
     assert checkpoint.latest(run, said.append).name == checkpoint.name(20)
-    assert said == [f"checkpoint {run / checkpoint.name(30)} is damaged: model.safetensors cannot be read "
-                    "(Input/output error); trying the one before"]
+    assert said == [
+        f"checkpoint {run / checkpoint.name(30)} is damaged: model.safetensors cannot be read "
+        "(Input/output error); trying the one before"
+    ]
 
 
 def test_what_cannot_be_deleted_is_named(run, monkeypatch):

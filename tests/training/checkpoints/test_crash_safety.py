@@ -26,12 +26,14 @@ CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.link", "os.trun
 
 def files_of(step, attempt=0):
     """Three files that all say which step and attempt they belong to."""
+
     def write(folder):
         weights = torch.full((3000,), float(step))
         safetensors_tree.save({"step": step, "attempt": attempt, "weights": weights}, folder / "model.safetensors")
         (folder / "shards").mkdir()
         safetensors_tree.save({"step": step, "attempt": attempt}, folder / "shards" / "0.safetensors")
         (folder / "state.json").write_text(f"[{step}, {attempt}]")
+
     return write
 
 
@@ -71,13 +73,15 @@ class Operations:
             self.act()
 
     def _hook(self, event, arguments):
-        if self.act and (event in CHANGES or (event == "open" and isinstance(arguments[2], int)
-                                              and arguments[2] & WRITING)):
+        if self.act and (
+            event in CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITING)
+        ):
             self._one()
 
     @contextlib.contextmanager
     def watched(self, at, act):
         """Call ``act`` before the operation of that number, from 1; flushes and safetensors' writes count too."""
+
         def fsync(descriptor, real=os.fsync):
             self._one()
             real(descriptor)
@@ -135,12 +139,15 @@ def only_one(run):
     checkpoint.write(run, 20, files_of(20))
 
 
-CASES = {"one more": (two, one_more, (20, 0), (30, 0)),
-         "the only one again": (only_one, the_only_one_again, (20, 0), (20, 1))}
+CASES = {
+    "one more": (two, one_more, (20, 0), (30, 0)),
+    "the only one again": (only_one, the_only_one_again, (20, 0), (20, 1)),
+}
 
 
 def ending(run, save, number, act):
     """How a save ended with the fault at its operation of that number; ``through`` where it has not so many."""
+
     def work():
         with OPERATIONS.watched(number, act):
             save(run)

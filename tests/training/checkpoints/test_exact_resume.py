@@ -39,19 +39,46 @@ from course_lib.training.state import TrainState
 from course_lib.training.trainer import Trainer
 
 # 22 rows in global batches of 4: six steps per epoch, the last with two rows.
-BASE = {"dataset": "tweets", "max_train_samples": 22, "max_eval_samples": 8, "max_length": 24, "model": "tiny-bert",
-        "training_type": "basic", "batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 14,
-        "learning_rate": 1e-2, "warmup_steps": 3, "logging_steps": 4, "eval_steps": 4, "best_metric": "loss",
-        "save_steps": 3, "save_total_limit": None, "early_stopping_patience": 50, "progress_bar": False,
-        "device": "cpu", "mixed_precision": "no", "tracker": "none"}
+BASE = {
+    "dataset": "tweets",
+    "max_train_samples": 22,
+    "max_eval_samples": 8,
+    "max_length": 24,
+    "model": "tiny-bert",
+    "training_type": "basic",
+    "batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 14,
+    "learning_rate": 1e-2,
+    "warmup_steps": 3,
+    "logging_steps": 4,
+    "eval_steps": 4,
+    "best_metric": "loss",
+    "save_steps": 3,
+    "save_total_limit": None,
+    "early_stopping_patience": 50,
+    "progress_bar": False,
+    "device": "cpu",
+    "mixed_precision": "no",
+    "tracker": "none",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small_models():
     """The presets with one narrow layer and few words, for which one thread is enough."""
-    small = {name: dataclasses.replace(preset, sizes={**preset.sizes, "num_hidden_layers": 1, "hidden_size": 16,
-                                                      **({"intermediate_size": 32} if name != "tiny-gpt2" else {})})
-             for name, preset in presets.TINY.items()}
+    small = {
+        name: dataclasses.replace(
+            preset,
+            sizes={
+                **preset.sizes,
+                "num_hidden_layers": 1,
+                "hidden_size": 16,
+                **({"intermediate_size": 32} if name != "tiny-gpt2" else {}),
+            },
+        )
+        for name, preset in presets.TINY.items()
+    }
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with mock.patch.dict(presets.TINY, small), mock.patch.object(presets, "VOCABULARY_SIZE", 300):
@@ -68,8 +95,14 @@ def data_of(data, model, seed):
 
 
 def load(model, data, seed, text):
-    return modeling.load(model, data.task, label_names=text.label_names, texts=text.splits["train"]["text"],
-                         seed=seed, max_length=data.max_length)
+    return modeling.load(
+        model,
+        data.task,
+        label_names=text.label_names,
+        texts=text.splits["train"]["text"],
+        seed=seed,
+        max_length=data.max_length,
+    )
 
 
 class Crash(Exception):
@@ -90,9 +123,10 @@ class Recorder(Callback):
         def watched(micro_batches):
             self.steps[trainer.state.step + 1] = [
                 rows.get(tuple(ids[mask.bool()].tolist()), tuple(ids.tolist()))  # a masked row is its own name
-                for batch in micro_batches for ids, mask, label in zip(batch["input_ids"], batch["attention_mask"],
-                                                                       batch["labels"], strict=True)
-                if (label != -100).any()]
+                for batch in micro_batches
+                for ids, mask, label in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True)
+                if (label != -100).any()
+            ]
             return train_step(micro_batches)
 
         trainer.train_step = watched
@@ -108,11 +142,14 @@ class Recorder(Callback):
 
 def snapshot(trainer):
     """All that makes up a run, by item, on this rank; tensors as lists of their bits."""
-    tree = {"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine.state(),
-            "random": rng_state(trainer.device),
-            "state": {k: v for k, v in trainer.state.as_dict().items() if k not in ("seconds", "max_steps")},
-            "rates": [group["lr"] for group in trainer.optimizer.param_groups],
-            "best weights": safetensors_tree.load(trainer.best_file) if trainer.state.best_step else {}}
+    tree = {
+        "scheduler": trainer.scheduler.state_dict(),
+        "engine": trainer.engine.state(),
+        "random": rng_state(trainer.device),
+        "state": {k: v for k, v in trainer.state.as_dict().items() if k not in ("seconds", "max_steps")},
+        "rates": [group["lr"] for group in trainer.optimizer.param_groups],
+        "best weights": safetensors_tree.load(trainer.best_file) if trainer.state.best_step else {},
+    }
     over, tree["state"]["step_in_epoch"] = divmod(trainer.state.step_in_epoch, trainer.state.steps_per_epoch)
     tree["state"]["epoch"] += over  # the end of an epoch is the beginning of the next
     if trainer.config.parallel.strategy == "ddp" and trainer.config.run.training_type != "pipeline":
@@ -180,10 +217,14 @@ def test_the_rows_of_the_undisturbed_run(undisturbed):
     assert recorder.steps[1] != recorder.steps[7]
 
 
-@pytest.mark.parametrize(("options", "crashes", "starts"), [
-    ({}, (4, 7, 8, 11, 14), [0, 3, 6, 6, 9, 12]),
-    ({"num_workers": 2, "task": "masked_lm", "max_steps": 9}, (5, 8), [0, 3, 6]),
-], ids=["five resumes", "two, with masks drawn in two workers"])
+@pytest.mark.parametrize(
+    ("options", "crashes", "starts"),
+    [
+        ({}, (4, 7, 8, 11, 14), [0, 3, 6, 6, 9, 12]),
+        ({"num_workers": 2, "task": "masked_lm", "max_steps": 9}, (5, 8), [0, 3, 6]),
+    ],
+    ids=["five resumes", "two, with masks drawn in two workers"],
+)
 def test_a_chain_of_resumes_is_the_undisturbed_run(tmp_path, undisturbed, options, crashes, starts):
     """Crashes a step or two beyond a checkpoint, in the middle of epochs and at their end."""
     wanted, end = undisturbed[1:] if not options else run(tmp_path / "through", **options)
@@ -199,10 +240,11 @@ def test_a_chain_of_resumes_is_the_undisturbed_run(tmp_path, undisturbed, option
         assert recorder.draws == {step: wanted.draws[step] for step in recorder.draws}
     assert found == starts and steps == wanted.steps
     assert differing(ended, end) == []
-    lines = [[json.loads(line) for line in (each / "metrics.jsonl").read_text().splitlines()]
-             for each in (folder, tmp_path / "through" if options else undisturbed[0])]
-    timeless = [[{k: v for k, v in line.items() if "second" not in k} for line in each]
-                for each in lines]
+    lines = [
+        [json.loads(line) for line in (each / "metrics.jsonl").read_text().splitlines()]
+        for each in (folder, tmp_path / "through" if options else undisturbed[0])
+    ]
+    timeless = [[{k: v for k, v in line.items() if "second" not in k} for line in each] for each in lines]
     assert timeless[0] == timeless[1]
 
 
@@ -222,11 +264,13 @@ def zeros(state):
 
 def forget(name, value):
     """A number of state.json at what a new run has."""
+
     def drop(folder):
         saved = json.loads((folder / "state.json").read_text())
         assert saved["state"][name] != value
         saved["state"][name] = value
         (folder / "state.json").write_text(json.dumps(saved))
+
     return drop
 
 
@@ -241,13 +285,17 @@ DROPPED = {
     "optimizer's step": (tree("optimizer.safetensors", zeros("step")), "/optimizer"),
     "schedule": (tree("engine.safetensors", lambda t: t["scheduler"].update(last_epoch=0)), "/scheduler"),
     "scale": (tree("engine.safetensors", lambda t: t["engine"]["scaler"].update(scale=8.0)), "/engine"),
-    "scaler's count": (tree("engine.safetensors", lambda t: t["engine"]["scaler"].update(_growth_tracker=0)),
-                       "/engine"),
+    "scaler's count": (
+        tree("engine.safetensors", lambda t: t["engine"]["scaler"].update(_growth_tracker=0)),
+        "/engine",
+    ),
     "Python's stream": (tree("random-0.safetensors", lambda t: t.update(python=FRESH["python"])), "/random/python"),
     "NumPy's stream": (tree("random-0.safetensors", lambda t: t["numpy"]["state"].update(pos=0)), "/random/numpy"),
     "torch's stream": (tree("random-0.safetensors", lambda t: t.update(torch=FRESH["torch"])), "/random/torch"),
-    "best weights": (lambda folder: shutil.copy(folder / "model.safetensors", folder / "best.safetensors"),
-                     "/best weights"),
+    "best weights": (
+        lambda folder: shutil.copy(folder / "model.safetensors", folder / "best.safetensors"),
+        "/best weights",
+    ),
     "step": (forget("step", 0), "/state/step"),
     "epoch": (forget("epoch", 0), "/state/epoch"),
     "place in the epoch": (forget("step_in_epoch", 0), "/state/step_in_epoch"),
@@ -289,7 +337,8 @@ def test_the_mutants_are_at_least_twelve():
     tested = {place.removeprefix("/state/") for _, place in DROPPED.values() if place.startswith("/state/")}
     elsewhere = {"stream"}  # tests/training/test_streamed.py
     assert state - tested - elsewhere == {"max_steps", "steps_per_epoch", "seconds", "stop"}, (
-        "planned anew, or a matter of time")
+        "planned anew, or a matter of time"
+    )
 
 
 def test_without_its_best_weights_a_checkpoint_begins_the_search_anew(tmp_path, nine, capsys):
@@ -355,11 +404,13 @@ def test_auto_takes_a_folder_of_a_run_and_no_other(tmp_path):
 
 def test_ranks_that_see_different_checkpoints_do_not_mix_them(tmp_path, nine):
     """Machines without a shared disk: one has a damaged copy, or lacks the newest."""
+
     def trainer(asked, other):
         config = build(BASE | {"output_dir": str(tmp_path / "x"), "resume_from_checkpoint": asked})
         engine = SimpleNamespace(barrier=lambda: None, gather_objects=lambda mine: [mine, other])
-        return SimpleNamespace(config=config, output_dir=nine.parent, is_main=True, engine=engine,
-                               say=lambda line: None)
+        return SimpleNamespace(
+            config=config, output_dir=nine.parent, is_main=True, engine=engine, say=lambda line: None
+        )
 
     for asked in ("latest", "auto", str(nine)):
         with pytest.raises(CheckpointError, match="rank 1: it is damaged: bring the whole checkpoint"):
@@ -373,21 +424,28 @@ def test_ranks_that_see_different_checkpoints_do_not_mix_them(tmp_path, nine):
 def test_a_rank_that_dies_meanwhile_is_no_fault_of_the_checkpoint(tmp_path, nine):
     trainer = trainer_of(tmp_path, Recorder(), resume_from_checkpoint=str(nine))
     gloo = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9"
-    for error, told in ((RuntimeError(gloo), RuntimeError),
-                        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
-                        (KeyError("weight"), CheckpointError)):
+    for error, told in (
+        (RuntimeError(gloo), RuntimeError),
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+        (KeyError("weight"), CheckpointError),
+    ):
         with mock.patch.object(formats, "read", side_effect=error), pytest.raises(told):
             resuming.resume(trainer)
 
 
-SHARDED = [{"strategy": "ddp", "engine": "torch"}, {"strategy": "zero1", "engine": "torch"},
-           {"strategy": "zero2", "engine": "scratch"}, {"strategy": "zero3", "engine": "scratch"},
-           {"strategy": "fsdp", "engine": "torch", "async_save": True},
-           {"training_type": "pipeline", "batch_size": 2, "model": "tiny-gpt2", "task": "causal_lm"}]
+SHARDED = [
+    {"strategy": "ddp", "engine": "torch"},
+    {"strategy": "zero1", "engine": "torch"},
+    {"strategy": "zero2", "engine": "scratch"},
+    {"strategy": "zero3", "engine": "scratch"},
+    {"strategy": "fsdp", "engine": "torch", "async_save": True},
+    {"training_type": "pipeline", "batch_size": 2, "model": "tiny-gpt2", "task": "causal_lm"},
+]
 
 
 def chain(folder, options):
     """The undisturbed run and a chain of two resumes on the ranks that are here; gives what differs, and the starts."""
+
     def one(place, crash_at=None, **more):
         AcceleratorState._reset_state()  # the process group stays
         GradientState._reset_state()
@@ -399,8 +457,12 @@ def chain(folder, options):
     for crash_at in (4, 8, None):
         recorder, ended = one("run", crash_at, resume_from_checkpoint="auto")
         starts.append(min(recorder.steps) - 1)
-        found += [name for step in recorder.steps if recorder.steps[step] != wanted.steps[step]
-                  for name in [f"rows of step {step}"]]
+        found += [
+            name
+            for step in recorder.steps
+            if recorder.steps[step] != wanted.steps[step]
+            for name in [f"rows of step {step}"]
+        ]
     return starts, found + differing(ended, end), len(end), wanted.steps
 
 
@@ -418,8 +480,13 @@ def on_two_ranks(folder):
     AcceleratorState._reset_state()
     GradientState._reset_state()
     begun = torch.get_rng_state()
-    trainer = trainer_of(folder / "more ranks", Recorder(), training_type="accelerated", batch_size=1,
-                         resume_from_checkpoint=str(folder / "one rank" / first.name))
+    trainer = trainer_of(
+        folder / "more ranks",
+        Recorder(),
+        training_type="accelerated",
+        batch_size=1,
+        resume_from_checkpoint=str(folder / "one rank" / first.name),
+    )
     at_first = torch.get_rng_state()
     resuming.resume(trainer)
     found["streams"] = [state.sum().item() for state in (begun, at_first, torch.get_rng_state())]
@@ -451,8 +518,11 @@ def best_without_a_shared_disk(folder, options):
     GradientState._reset_state()
     plain = {"training_type": "accelerated", "batch_size": 1}
     trainer = trainer_of(folder / f"machine {torch.distributed.get_rank()}", Recorder(), **(plain | options))
-    tensors = ({name: piece.data for name, piece in trainer.engine.pieces().items()} if trainer.engine.shards_state
-               else trainer.model.state_dict())
+    tensors = (
+        {name: piece.data for name, piece in trainer.engine.pieces().items()}
+        if trainer.engine.shards_state
+        else trainer.model.state_dict()
+    )
     trainer.saver.save_best()
     best = dict(leaves(tensors, ""))
     for tensor in tensors.values():

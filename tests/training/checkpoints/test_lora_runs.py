@@ -18,14 +18,36 @@ from course_lib.training import run as runs
 from course_lib.training.checkpoints import checkpoint, formats, merging, safetensors_tree, sharded
 from tests.narrow_presets import narrowed
 
-OPTIONS = {"dataset": "tweets", "max_train_samples": 40, "max_eval_samples": 16, "max_length": 24, "model": "tiny-bert",
-           "batch_size": 4, "max_steps": 6, "eval_steps": 2, "save_steps": 3, "learning_rate": 1e-2, "lora_r": 4,
-           "lora_dropout": 0.1, "baselines": False, "progress_bar": False, "device": "cpu", "mixed_precision": "no",
-           "tracker": "none", "save_total_limit": None, "best_metric": "loss"}
-WAYS = {"basic": {"training_type": "basic"}, "ddp torch": {}, "fsdp scratch": {"strategy": "fsdp", "engine": "scratch"},
-        "zero3 deepspeed": {"strategy": "zero3", "engine": "deepspeed"},
-        "4 bits": {"strategy": "fsdp", "engine": "scratch", "load_in_4bit": True},
-        "fsdp torch": {"strategy": "fsdp", "engine": "torch"}, "zero1 torch": {"strategy": "zero1", "engine": "torch"}}
+OPTIONS = {
+    "dataset": "tweets",
+    "max_train_samples": 40,
+    "max_eval_samples": 16,
+    "max_length": 24,
+    "model": "tiny-bert",
+    "batch_size": 4,
+    "max_steps": 6,
+    "eval_steps": 2,
+    "save_steps": 3,
+    "learning_rate": 1e-2,
+    "lora_r": 4,
+    "lora_dropout": 0.1,
+    "baselines": False,
+    "progress_bar": False,
+    "device": "cpu",
+    "mixed_precision": "no",
+    "tracker": "none",
+    "save_total_limit": None,
+    "best_metric": "loss",
+}
+WAYS = {
+    "basic": {"training_type": "basic"},
+    "ddp torch": {},
+    "fsdp scratch": {"strategy": "fsdp", "engine": "scratch"},
+    "zero3 deepspeed": {"strategy": "zero3", "engine": "deepspeed"},
+    "4 bits": {"strategy": "fsdp", "engine": "scratch", "load_in_4bit": True},
+    "fsdp torch": {"strategy": "fsdp", "engine": "torch"},
+    "zero1 torch": {"strategy": "zero1", "engine": "torch"},
+}
 LONG = ("zero3 deepspeed", "fsdp torch", "zero1 torch")
 
 
@@ -91,18 +113,43 @@ def state_after(folder, ways, **more):
     return found
 
 
-@pytest.mark.parametrize(("first", "second"), [
-    ("fsdp scratch", "basic"), ("basic", "fsdp scratch"),
-    pytest.param("zero3 deepspeed", "fsdp torch", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("fsdp scratch", "basic"),
+        ("basic", "fsdp scratch"),
+        pytest.param("zero3 deepspeed", "fsdp torch", marks=pytest.mark.long),
+    ],
+)
 def test_any_ranks_and_engine_read_what_others_saved(tmp_path, first, second):
-    launch(trained, tmp_path / "first", [first], batch_size=2, max_steps=3, num_processes=1 if first == "basic" else 2,
-           global_batch_size=4, timeout=300)
+    launch(
+        trained,
+        tmp_path / "first",
+        [first],
+        batch_size=2,
+        max_steps=3,
+        num_processes=1 if first == "basic" else 2,
+        global_batch_size=4,
+        timeout=300,
+    )
     kept = tmp_path / "first" / first / checkpoint.name(3)
     ranks = 1 if second == "basic" else 4
-    found = launch(state_after, tmp_path / "second", [second], batch_size=1, max_steps=6, global_batch_size=4,
-                   resume_from_checkpoint=str(kept), num_processes=ranks, timeout=300)[0][second]
-    saved = ({name: flat.view(found[name].shape) for name, flat in sharded.whole(kept, "model/").items()}
-             if formats.is_sharded(kept) else safetensors_tree.load(kept / formats.MODEL))
+    found = launch(
+        state_after,
+        tmp_path / "second",
+        [second],
+        batch_size=1,
+        max_steps=6,
+        global_batch_size=4,
+        resume_from_checkpoint=str(kept),
+        num_processes=ranks,
+        timeout=300,
+    )[0][second]
+    saved = (
+        {name: flat.view(found[name].shape) for name, flat in sharded.whole(kept, "model/").items()}
+        if formats.is_sharded(kept)
+        else safetensors_tree.load(kept / formats.MODEL)
+    )
     assert same(found, saved) and any(tensor.abs().max() > 0 for name, tensor in found.items() if "lora_B" in name)
 
 
@@ -122,28 +169,50 @@ def test_the_trained_folder_is_one_for_peft_and_for_evaluate(finished):
     with torch.no_grad():
         assert torch.allclose(theirs(**batch).logits, loaded.model.eval()(**batch).logits, atol=1e-6)
     assert list(loaded.model.config.id2label.values()) == ["negative", "neutral", "positive"]
-    scores = runs.evaluate(build({"model": str(finished / "model"), "max_train_samples": 40, "max_eval_samples": 16,
-                                  "max_length": 24, "training_type": "basic", "device": "cpu"}), "test")
+    scores = runs.evaluate(
+        build(
+            {
+                "model": str(finished / "model"),
+                "max_train_samples": 40,
+                "max_eval_samples": 16,
+                "max_length": 24,
+                "training_type": "basic",
+                "device": "cpu",
+            }
+        ),
+        "test",
+    )
     assert scores["loss"] == pytest.approx(summary["eval"]["loss"], abs=1e-6)
     assert "course merge" in (finished / "model/README.md").read_text()
 
 
 def test_a_folder_with_weights_is_the_base_itself(finished, tmp_path):
     """No second copy of what is somewhere already."""
-    options = OPTIONS | WAYS["basic"] | {"model": str(finished / "base"), "output_dir": str(tmp_path / "run"),
-                                         "max_steps": 2}
+    options = (
+        OPTIONS | WAYS["basic"] | {"model": str(finished / "base"), "output_dir": str(tmp_path / "run"), "max_steps": 2}
+    )
     runs.train(build(options))
     about = json.loads((tmp_path / "run/model/adapter_config.json").read_text())
     assert about["base_model_name_or_path"] == str((finished / "base").resolve())
     assert not (tmp_path / "run/base").exists()
 
 
-@pytest.mark.parametrize(("changed", "told"), [
-    ({"lora_r": 8}, "saved with lora_r 4, and this run has 8"), ({"lora_alpha": 4.0}, "lora_alpha 8.0"),
-    ({"load_in_4bit": True}, "load_in_4bit false"), ({"lora_r": None, "lora_dropout": 0.0}, "lora_r 4")])
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"lora_r": 8}, "saved with lora_r 4, and this run has 8"),
+        ({"lora_alpha": 4.0}, "lora_alpha 8.0"),
+        ({"load_in_4bit": True}, "load_in_4bit false"),
+        ({"lora_r": None, "lora_dropout": 0.0}, "lora_r 4"),
+    ],
+)
 def test_adapters_of_another_kind_are_refused(finished, tmp_path, changed, told):
-    options = OPTIONS | WAYS["basic"] | {"output_dir": str(tmp_path), "resume_from_checkpoint":
-                                         str(finished / checkpoint.name(3))} | changed
+    options = (
+        OPTIONS
+        | WAYS["basic"]
+        | {"output_dir": str(tmp_path), "resume_from_checkpoint": str(finished / checkpoint.name(3))}
+        | changed
+    )
     with pytest.raises(CheckpointError, match=told):
         runs.train(build(options))
 
@@ -156,12 +225,22 @@ def test_adapters_for_other_frozen_weights_are_refused(finished, tmp_path):
         loaded.model.bert.embeddings.word_embeddings.weight[0, 0] += 1e-3
     loaded.model.save_pretrained(base)
     loaded.tokenizer.save_pretrained(base)
-    first = OPTIONS | WAYS["basic"] | {"model": str(finished / "base"), "output_dir": str(tmp_path / "one"),
-                                       "max_steps": 3}
+    first = (
+        OPTIONS | WAYS["basic"] | {"model": str(finished / "base"), "output_dir": str(tmp_path / "one"), "max_steps": 3}
+    )
     runs.train(build(first))
     with pytest.raises(CheckpointError, match="adapters for other frozen weights"):
-        runs.train(build(first | {"model": str(base), "output_dir": str(tmp_path / "two"), "max_steps": 6,
-                                  "resume_from_checkpoint": str(tmp_path / "one" / checkpoint.name(3))}))
+        runs.train(
+            build(
+                first
+                | {
+                    "model": str(base),
+                    "output_dir": str(tmp_path / "two"),
+                    "max_steps": 6,
+                    "resume_from_checkpoint": str(tmp_path / "one" / checkpoint.name(3)),
+                }
+            )
+        )
 
 
 def test_a_base_that_is_gone_is_named(finished, tmp_path):
@@ -175,13 +254,20 @@ def test_a_base_that_is_gone_is_named(finished, tmp_path):
         load_trained(folder, "classification")
 
 
-@pytest.mark.parametrize(("given", "told"), [
-    ({"training_type": "pipeline"}, "pipeline's ranks have stages"), ({"tensor_parallel_size": 2}, "pieces of them"),
-    ({"expert_parallel_size": 2}, "pieces of them"), ({"optimizer": "muon"}, "two factors"),
-    ({"strategy": "ddp", "communication": "diloco"}, "a hundredth"), ({"lora_targets": "a,,b"}, "has an empty name"),
-    ({"strategy": "fsdp", "offload": "parameters"}, "leaves next to none"),
-    ({"strategy": "zero1", "engine": "deepspeed", "load_in_4bit": True}, "DeepSpeed casts"),
-    ({"torch_compile": True, "load_in_4bit": True}, "cannot see into")])
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"training_type": "pipeline"}, "pipeline's ranks have stages"),
+        ({"tensor_parallel_size": 2}, "pieces of them"),
+        ({"expert_parallel_size": 2}, "pieces of them"),
+        ({"optimizer": "muon"}, "two factors"),
+        ({"strategy": "ddp", "communication": "diloco"}, "a hundredth"),
+        ({"lora_targets": "a,,b"}, "has an empty name"),
+        ({"strategy": "fsdp", "offload": "parameters"}, "leaves next to none"),
+        ({"strategy": "zero1", "engine": "deepspeed", "load_in_4bit": True}, "DeepSpeed casts"),
+        ({"torch_compile": True, "load_in_4bit": True}, "cannot see into"),
+    ],
+)
 def test_what_adapters_do_not_go_with_is_refused(given, told):
     with pytest.raises(ConfigError, match=told) as error:
         build({"lora_r": 8} | given)
@@ -205,16 +291,22 @@ def test_an_adapter_is_merged_into_a_model_that_transformers_loads(finished, tmp
 
 
 def test_beside_four_bits_what_was_trained_is_what_is_merged(tmp_path):
-    launch(trained, tmp_path, ["4 bits"], training_type="basic", strategy="ddp", engine=None, num_processes=1,
-           timeout=300)
+    launch(
+        trained, tmp_path, ["4 bits"], training_type="basic", strategy="ddp", engine=None, num_processes=1, timeout=300
+    )
     folder = tmp_path / "4 bits/model"
     adapted = load_trained(folder, "classification")
     assert any(isinstance(module, nf4.Nf4Linear) for module in adapted.model.modules())
     found = merging.merge_folder(folder, tmp_path / "whole")
     assert found.difference < 1e-5 and found.layers == 6
     summary = json.loads((tmp_path / "4 bits/summary.json").read_text())
-    data = {"max_train_samples": 40, "max_eval_samples": 16, "max_length": 24, "training_type": "basic",
-            "device": "cpu"}
+    data = {
+        "max_train_samples": 40,
+        "max_eval_samples": 16,
+        "max_length": 24,
+        "training_type": "basic",
+        "device": "cpu",
+    }
     for path in (folder, tmp_path / "whole"):
         scores = runs.evaluate(build(data | {"model": str(path)}), "test")
         assert scores["loss"] == pytest.approx(summary["eval"]["loss"], abs=1e-5), path
@@ -223,8 +315,11 @@ def test_beside_four_bits_what_was_trained_is_what_is_merged(tmp_path):
 def test_what_cannot_be_merged_is_refused_in_a_line_and_leaves_nothing(finished, tmp_path, capsys):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/file").write_text("mine")
-    cases = [(finished / "base", "whole", "holds no adapter"), (tmp_path / "nothing", "whole", "is no folder"),
-             (finished / "model", "taken", "is there already")]
+    cases = [
+        (finished / "base", "whole", "holds no adapter"),
+        (tmp_path / "nothing", "whole", "is no folder"),
+        (finished / "model", "taken", "is there already"),
+    ]
     for folder, output, told in cases:
         assert cli.main(["merge", str(folder), "--output", str(tmp_path / output)]) != 0
         said = capsys.readouterr().err

@@ -31,8 +31,11 @@ def holder(tmp_path):
     process.join()
 
 
-@pytest.mark.parametrize("asked", [{}, {"overwrite_output_dir": True}, {"resume_from_checkpoint": "auto"}],
-                         ids=["begin", "overwrite", "go on"])
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"overwrite_output_dir": True}, {"resume_from_checkpoint": "auto"}],
+    ids=["begin", "overwrite", "go on"],
+)
 def test_a_live_run_is_named_and_nothing_of_it_is_touched(tmp_path, holder, asked):
     kept = tmp_path / "run" / "config.yaml"
     kept.write_text("kept")

@@ -45,13 +45,33 @@ pytestmark = pytest.mark.usefixtures("own_accelerator")
 ROOT = Path(__file__).resolve().parents[3]
 STEP = 2
 """After which the first run is stopped."""
-BASE = {"max_steps": 4, "save_steps": STEP, "save_total_limit": None, "max_train_samples": 24, "tracker": "none",
-        "warmup_steps": 1, "keep_best": True, "eval_steps": STEP, "adam_epsilon": 1e-8}
-LATER = {"learning_rate": 2e-5, "weight_decay": 0.5, "max_grad_norm": 0.25, "max_steps": 9, "warmup_steps": 0,
-         "lr_scheduler": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}'}
+BASE = {
+    "max_steps": 4,
+    "save_steps": STEP,
+    "save_total_limit": None,
+    "max_train_samples": 24,
+    "tracker": "none",
+    "warmup_steps": 1,
+    "keep_best": True,
+    "eval_steps": STEP,
+    "adam_epsilon": 1e-8,
+}
+LATER = {
+    "learning_rate": 2e-5,
+    "weight_decay": 0.5,
+    "max_grad_norm": 0.25,
+    "max_steps": 9,
+    "warmup_steps": 0,
+    "lr_scheduler": "cosine_with_min_lr",
+    "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}',
+}
 """What every optimizer is told at the second start."""
-OPTIMIZERS = {"adamw": {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-4}, "sgd": {"momentum": 0.5},
-              "adafactor": {}, "muon": {"momentum": 0.5, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-4}}
+OPTIMIZERS = {
+    "adamw": {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-4},
+    "sgd": {"momentum": 0.5},
+    "adafactor": {},
+    "muon": {"momentum": 0.5, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-4},
+}
 """Beside it, what only some read."""
 
 
@@ -59,8 +79,14 @@ OPTIMIZERS = {"adamw": {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1
 def prepared(data, model, seed):
     """Data and the untrained model, made once."""
     text = DataConnector(data, seed).load()
-    loaded = modeling.load(model, data.task, label_names=text.label_names, texts=text.splits["train"]["text"],
-                           seed=seed, max_length=data.max_length)
+    loaded = modeling.load(
+        model,
+        data.task,
+        label_names=text.label_names,
+        texts=text.splits["train"]["text"],
+        seed=seed,
+        max_length=data.max_length,
+    )
     processor = DataProcessor(data, loaded.tokenizer, max_positions=loaded.max_positions)
     return loaded, processor.process(text), processor
 
@@ -86,16 +112,24 @@ def saved(folder, **choices):
 def settings(trainer):
     """All that a trainer steps by and that is no tensor of its state."""
     engine, scheduler, found = trainer.engine, trainer.scheduler, {}
-    owners = [trainer.optimizer, getattr(engine, "state_owner", trainer.optimizer),
-              getattr(getattr(engine, "zero", None), "optimizer", trainer.optimizer)]
+    owners = [
+        trainer.optimizer,
+        getattr(engine, "state_owner", trainer.optimizer),
+        getattr(getattr(engine, "zero", None), "optimizer", trainer.optimizer),
+    ]
     for place, optimizer in enumerate(owners):
         for number, group in enumerate(optimizer.param_groups):
             found |= {f"{place}.{number}.{name}": value for name, value in group.items() if name != "params"}
-    found["rates"] = [[base * factor(step) for step in range(trainer.state.max_steps)]
-                      for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
-    found |= {"scheduler": (scheduler.base_lrs, scheduler.last_epoch, scheduler.get_last_lr()),
-              "max_steps": trainer.state.max_steps, "clips at": trainer.config.optim.max_grad_norm,
-              "outers": [(outer.lr, outer.momentum) for outer in getattr(trainer.wrapped, "outers", ())]}
+    found["rates"] = [
+        [base * factor(step) for step in range(trainer.state.max_steps)]
+        for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    ]
+    found |= {
+        "scheduler": (scheduler.base_lrs, scheduler.last_epoch, scheduler.get_last_lr()),
+        "max_steps": trainer.state.max_steps,
+        "clips at": trainer.config.optim.max_grad_norm,
+        "outers": [(outer.lr, outer.momentum) for outer in getattr(trainer.wrapped, "outers", ())],
+    }
     if trainer.config.parallel.chosen_engine == "deepspeed":
         found["DeepSpeed clips at"] = trainer.wrapped.gradient_clipping()
     return found
@@ -121,12 +155,21 @@ def gone_on(folder, **choices):
 
 # --- how a step is made, over all engines ---
 
-ENGINES = {"basic": {"training_type": "basic"}} | {
-    f"{strategy} {engine}": {"strategy": strategy, "engine": engine} for strategy, engine in parity.PAIRS} | {
-    way: {"communication": way} for way in option("communication").choices if way != "all_reduce"} | {
-    f"pipeline {strategy} {engine}": {"training_type": "pipeline", "batch_size": 4, "strategy": strategy,
-                                      "engine": engine}
-    for strategy in ("ddp", "zero1") for engine in ("scratch", "torch")}
+ENGINES = (
+    {"basic": {"training_type": "basic"}}
+    | {f"{strategy} {engine}": {"strategy": strategy, "engine": engine} for strategy, engine in parity.PAIRS}
+    | {way: {"communication": way} for way in option("communication").choices if way != "all_reduce"}
+    | {
+        f"pipeline {strategy} {engine}": {
+            "training_type": "pipeline",
+            "batch_size": 4,
+            "strategy": strategy,
+            "engine": engine,
+        }
+        for strategy in ("ddp", "zero1")
+        for engine in ("scratch", "torch")
+    }
+)
 SHARDING, WHOLE = ("zero", "fsdp", "pipeline"), ("adafactor", "muon")
 
 
@@ -137,8 +180,9 @@ def begun(folder, optimizers, rows):
         first = {"optimizer": optimizer, "batch_size": rows}
         found[optimizer] = {"whole": saved(folder / optimizer / "whole", **first)}
         if optimizer not in WHOLE:
-            found[optimizer]["sharded"] = saved(folder / optimizer / "sharded", **first, strategy="zero1",
-                                                engine="scratch")
+            found[optimizer]["sharded"] = saved(
+                folder / optimizer / "sharded", **first, strategy="zero1", engine="scratch"
+            )
     return found
 
 
@@ -179,12 +223,22 @@ OURS = {name: options for name, options in ENGINES.items() if "deepspeed" not in
 DEEPSPEED = {name: options for name, options in ENGINES.items() if "deepspeed" in name}
 
 
-@pytest.mark.parametrize(("engines", "optimizers", "ranks", "cases"), [
-    pytest.param(chosen("basic", "zero3 scratch", "diloco"), ("adamw",), 1, 9, id="some"),
-    pytest.param({name: each for name, each in OURS.items() if "pipeline" not in name}, tuple(OPTIMIZERS), 1,
-                 2 * 17 * 3 + 2 * 9 * 2, id="one rank", marks=pytest.mark.long),
-    pytest.param(OURS, ("adamw", "sgd"), 2, 2 * 20 * 3, id="two ranks", marks=pytest.mark.long),
-    pytest.param(DEEPSPEED, ("adamw", "sgd"), 1, 2 * 3 * 3, id="deepspeed", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("engines", "optimizers", "ranks", "cases"),
+    [
+        pytest.param(chosen("basic", "zero3 scratch", "diloco"), ("adamw",), 1, 9, id="some"),
+        pytest.param(
+            {name: each for name, each in OURS.items() if "pipeline" not in name},
+            tuple(OPTIMIZERS),
+            1,
+            2 * 17 * 3 + 2 * 9 * 2,
+            id="one rank",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(OURS, ("adamw", "sgd"), 2, 2 * 20 * 3, id="two ranks", marks=pytest.mark.long),
+        pytest.param(DEEPSPEED, ("adamw", "sgd"), 1, 2 * 3 * 3, id="deepspeed", marks=pytest.mark.long),
+    ],
+)
 def test_a_second_start_steps_as_it_is_told(tmp_path, engines, optimizers, ranks, cases):
     """By the whole state of what steps: rates, decay, moments, schedule; whichever way the checkpoint was written."""
     import_deepspeed()
@@ -196,32 +250,83 @@ def test_a_second_start_steps_as_it_is_told(tmp_path, engines, optimizers, ranks
 
 # --- every field ---
 
-VALUES = {"dataset": "pydocs", "task": "classification", "model": "tiny-llama", "max_length": 16, "seed": 3,
-          "learning_rate": 2e-5, "warmup_steps": 0, "save_steps": 1, "eval_steps": 1, "max_train_samples": 20,
-          "max_eval_samples": 6, "batch_size": 1, "gradient_accumulation_steps": 1, "num_processes": 2,
-          "device": "auto", "tf32": "off", "momentum": 0.5,
-          "adam_beta1": 0.5, "adam_beta2": 0.5, "attention_dropout": 0.3, "outer_momentum": 0.5, "diloco_keep": 0.25,
-          "router_aux_loss_coef": 0.5, "memory_alert": 0.5, "save_total_limit": 3, "max_steps": 3,
-          "validation_split": "test", "train_split": "test", "project": "another", "output_dir": None,
-          "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}', "keep_best": False, "label_smoothing_factor": 0.3,
-          "warmup_ratio": 0.5, "mixed_precision": "bf16", "best_metric": "perplexity", "tracker": "jsonl",
-          "pipeline_parallel_size": 2, "topk_density": 0.5, "quantization_block": 64, "powersgd_rank": 2,
-          "num_epochs": 7.5, "weight_decay": 0.3, "max_grad_norm": 3.0, "adam_epsilon": 1e-5, "watchdog": 90.0,
-          "imbalance_alert": 3.0, "validation_fraction": 0.3, "resume_from_checkpoint": None,
-          "clean_text": False}
+VALUES = {
+    "dataset": "pydocs",
+    "task": "classification",
+    "model": "tiny-llama",
+    "max_length": 16,
+    "seed": 3,
+    "learning_rate": 2e-5,
+    "warmup_steps": 0,
+    "save_steps": 1,
+    "eval_steps": 1,
+    "max_train_samples": 20,
+    "max_eval_samples": 6,
+    "batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "num_processes": 2,
+    "device": "auto",
+    "tf32": "off",
+    "momentum": 0.5,
+    "adam_beta1": 0.5,
+    "adam_beta2": 0.5,
+    "attention_dropout": 0.3,
+    "outer_momentum": 0.5,
+    "diloco_keep": 0.25,
+    "router_aux_loss_coef": 0.5,
+    "memory_alert": 0.5,
+    "save_total_limit": 3,
+    "max_steps": 3,
+    "validation_split": "test",
+    "train_split": "test",
+    "project": "another",
+    "output_dir": None,
+    "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}',
+    "keep_best": False,
+    "label_smoothing_factor": 0.3,
+    "warmup_ratio": 0.5,
+    "mixed_precision": "bf16",
+    "best_metric": "perplexity",
+    "tracker": "jsonl",
+    "pipeline_parallel_size": 2,
+    "topk_density": 0.5,
+    "quantization_block": 64,
+    "powersgd_rank": 2,
+    "num_epochs": 7.5,
+    "weight_decay": 0.3,
+    "max_grad_norm": 3.0,
+    "adam_epsilon": 1e-5,
+    "watchdog": 90.0,
+    "imbalance_alert": 3.0,
+    "validation_fraction": 0.3,
+    "resume_from_checkpoint": None,
+    "clean_text": False,
+}
 """Second values of fields for which the first that comes to mind would be the same, or refused."""
 DILOCO = {"communication": "diloco"}
 BESIDE = {
     "lr_scheduler_kwargs": {"lr_scheduler": "cosine_with_min_lr"},
-    "global_batch_size": {"gradient_accumulation_steps": 1}, "sync_every": DILOCO, "outer_lr": DILOCO,
-    "outer_momentum": DILOCO, "diloco_fragments": DILOCO, "diloco_overlap": DILOCO,
-    "diloco_keep": DILOCO | {"diloco_overlap": 1}, "powersgd_rank": {"communication": "powersgd"},
-    "topk_density": {"communication": "topk"}, "error_feedback": {"communication": "topk"},
+    "global_batch_size": {"gradient_accumulation_steps": 1},
+    "sync_every": DILOCO,
+    "outer_lr": DILOCO,
+    "outer_momentum": DILOCO,
+    "diloco_fragments": DILOCO,
+    "diloco_overlap": DILOCO,
+    "diloco_keep": DILOCO | {"diloco_overlap": 1},
+    "powersgd_rank": {"communication": "powersgd"},
+    "topk_density": {"communication": "topk"},
+    "error_feedback": {"communication": "topk"},
     "quantization_block": {"communication": "int8"},
-    "watch": {"tracker": "jsonl"}, "watch_steps": {"tracker": "jsonl", "watch": "parameters"},
-    "log_model": {"tracker": "jsonl"}, "track_every_rank": {"tracker": "jsonl"},
-    "memory_alert": {"memory_steps": 1}, "imbalance_alert": {"memory_steps": 1}, "profile_wait": {"profile_steps": 1},
-    "profile_warmup": {"profile_steps": 1}, "hub_private": {"push_to_hub": "x"}}
+    "watch": {"tracker": "jsonl"},
+    "watch_steps": {"tracker": "jsonl", "watch": "parameters"},
+    "log_model": {"tracker": "jsonl"},
+    "track_every_rank": {"tracker": "jsonl"},
+    "memory_alert": {"memory_steps": 1},
+    "imbalance_alert": {"memory_steps": 1},
+    "profile_wait": {"profile_steps": 1},
+    "profile_warmup": {"profile_steps": 1},
+    "hub_private": {"push_to_hub": "x"},
+}
 """What a field has to be told with, to be read."""
 
 
@@ -253,11 +358,17 @@ def test_every_field_stands_in_one_rule_and_every_rule_tells_its_kind():
             assert changes == {} and (RULE[o.name] is ELSEWHERE or o.name == "data_seed")
             continue
         assert changes == {o.name: (resumed.effective(BASE_LEAVES)[o.name], value)}
-        refused = {(rows, batch): resumed.refused(changes, same_rows=rows, same_batch=batch) == changes
-                   for rows in (True, False) for batch in (True, False)}
-        assert refused == {(rows, batch): RULE[o.name] in (SAME, MODEL, ADAPTER)
-                           or (RULE[o.name] is ROWS and not rows)
-                           or (RULE[o.name] is BATCH and not batch) for rows, batch in refused}
+        refused = {
+            (rows, batch): resumed.refused(changes, same_rows=rows, same_batch=batch) == changes
+            for rows in (True, False)
+            for batch in (True, False)
+        }
+        assert refused == {
+            (rows, batch): RULE[o.name] in (SAME, MODEL, ADAPTER)
+            or (RULE[o.name] is ROWS and not rows)
+            or (RULE[o.name] is BATCH and not batch)
+            for rows, batch in refused
+        }
         assert resumed.told(changes).startswith(f"{o.name} {resumed.shown(value)} (was ")
 
 
@@ -268,9 +379,20 @@ def test_the_documentation_names_what_is_not_simply_applied():
         assert [row for row in rows if set(re.findall(r"`(\w+)`", row)) == set(rule.fields)], rule.does
 
 
-OF_ANOTHER_RUN = ("num_processes", "tensor_parallel_size", "context_parallel_size", "expert_parallel_size",
-                  "shard_group_size", "router_aux_loss_coef", "separator", "quoting", "encoding", "momentum",
-                  "mlm_probability", "offload")
+OF_ANOTHER_RUN = (
+    "num_processes",
+    "tensor_parallel_size",
+    "context_parallel_size",
+    "expert_parallel_size",
+    "shard_group_size",
+    "router_aux_loss_coef",
+    "separator",
+    "quoting",
+    "encoding",
+    "momentum",
+    "mlm_probability",
+    "offload",
+)
 """Fields whose other value takes more ranks, a model with experts, a file of data, another optimizer or task, a GPU."""
 
 
@@ -298,11 +420,20 @@ def walked(folder, engine):
     return found
 
 
-@pytest.mark.parametrize(("engine", "fields"), [
-    pytest.param({"training_type": "basic"}, 70, id="whole"),
-    pytest.param({"strategy": "zero3", "engine": "scratch"}, 70, id="sharded"),
-    *(pytest.param({"strategy": strategy, "engine": engine}, 60, id=f"{strategy} {engine}", marks=pytest.mark.long)
-      for strategy, engine in parity.PAIRS if (strategy, engine) != ("zero3", "scratch"))])
+@pytest.mark.parametrize(
+    ("engine", "fields"),
+    [
+        pytest.param({"training_type": "basic"}, 70, id="whole"),
+        pytest.param({"strategy": "zero3", "engine": "scratch"}, 70, id="sharded"),
+        *(
+            pytest.param(
+                {"strategy": strategy, "engine": engine}, 60, id=f"{strategy} {engine}", marks=pytest.mark.long
+            )
+            for strategy, engine in parity.PAIRS
+            if (strategy, engine) != ("zero3", "scratch")
+        ),
+    ],
+)
 def test_every_field_is_applied_or_refused_in_one_line(tmp_path, engine, fields):
     import_deepspeed()
     found = launch(walked, tmp_path, engine, num_processes=1, timeout=2000)[0]
@@ -334,8 +465,9 @@ def edited(folder, name, change):
 def test_the_history_outlives_several_second_starts(tmp_path):
     last, told = saved(tmp_path / "0", **PLAIN), []
     for number, (rate, more) in enumerate([(1e-4, {}), (1e-4, {"logging_steps": 2}), (1e-5, {"weight_decay": 0.5})], 1):
-        trainer, said = gone_on(tmp_path / str(number), **PLAIN, **more, learning_rate=rate,
-                                resume_from_checkpoint=str(last))
+        trainer, said = gone_on(
+            tmp_path / str(number), **PLAIN, **more, learning_rate=rate, resume_from_checkpoint=str(last)
+        )
         told.append(said[-1].partition(")")[2])
         trainer.state.max_steps, trainer.config = STEP + number, trainer.config.replace(save_steps=1)
         trainer.train()
@@ -344,17 +476,35 @@ def test_the_history_outlives_several_second_starts(tmp_path):
     assert "learning_rate" not in told[1] and "logging_steps 2 (was 1)" in told[1]
     assert second_start.history(trainer.changes) == [
         "From step 3: learning_rate 0.0001 (before: 0.001)",
-        "From step 5: learning_rate 1e-05 (before: 0.0001), weight_decay 0.5 (before: 0.01)"]
+        "From step 5: learning_rate 1e-05 (before: 0.0001), weight_decay 0.5 (before: 0.01)",
+    ]
 
 
 def test_a_checkpoint_of_an_older_version_is_compared_by_what_it_holds(tmp_path):
     kept = saved(tmp_path / "first", **PLAIN)
-    edited(kept, "config.yaml", lambda held: (held["optim"].pop("adam_beta2"), held["data"].pop("dataset"),
-                                              held["run"].update(of_long_ago=1), held.update(older={"gone": 2})))
-    edited(kept, "state.json", lambda held: (held.pop("changes"), held.pop("ranks"), held["run"].pop("architecture"),
-                                             held["run"].update(seed=42)))
-    trainer, said = gone_on(tmp_path / "again", **PLAIN, adam_beta2=0.5, learning_rate=1e-5,
-                            resume_from_checkpoint=str(kept))
+    edited(
+        kept,
+        "config.yaml",
+        lambda held: (
+            held["optim"].pop("adam_beta2"),
+            held["data"].pop("dataset"),
+            held["run"].update(of_long_ago=1),
+            held.update(older={"gone": 2}),
+        ),
+    )
+    edited(
+        kept,
+        "state.json",
+        lambda held: (
+            held.pop("changes"),
+            held.pop("ranks"),
+            held["run"].pop("architecture"),
+            held["run"].update(seed=42),
+        ),
+    )
+    trainer, said = gone_on(
+        tmp_path / "again", **PLAIN, adam_beta2=0.5, learning_rate=1e-5, resume_from_checkpoint=str(kept)
+    )
     assert said[-1].endswith("(step 2 of 4) with learning_rate 1e-05 (was 0.001)")
     assert trainer.optimizer.param_groups[0]["betas"] == (0.9, 0.5)
 
@@ -368,8 +518,10 @@ def test_other_rows_a_step_are_refused_also_where_a_version_did_not_count_its_ra
 
 def test_another_architecture_and_other_rows_under_the_same_options_are_refused(tmp_path):
     kept = saved(tmp_path / "first", **PLAIN)
-    for change, told in ((lambda held: held["run"]["architecture"].update(n_head=3), "a model of n_head 3, and this"),
-                         (lambda held: held["run"].update(data="others"), "tokens of tweets are not those")):
+    for change, told in (
+        (lambda held: held["run"]["architecture"].update(n_head=3), "a model of n_head 3, and this"),
+        (lambda held: held["run"].update(data="others"), "tokens of tweets are not those"),
+    ):
         shutil.copytree(kept, tmp_path / kept.name, dirs_exist_ok=True)
         edited(tmp_path / kept.name, "state.json", change)
         with pytest.raises(CheckpointError, match=told):
@@ -398,8 +550,13 @@ def test_a_model_may_have_moved_and_no_other_takes_its_place(tmp_path):
 def test_a_best_evaluation_that_was_judged_otherwise_does_not_count(tmp_path):
     masked = PLAIN | {"task": "masked_lm", "model": "tiny-bert"}
     kept = saved(tmp_path / "first", **masked)
-    for more, counts in (({}, True), ({"learning_rate": 1e-5}, True), ({"mlm_probability": 0.3}, False),
-                         ({"best_metric": "perplexity"}, False), ({"best_metric": "loss"}, True)):
+    for more, counts in (
+        ({}, True),
+        ({"learning_rate": 1e-5}, True),
+        ({"mlm_probability": 0.3}, False),
+        ({"best_metric": "perplexity"}, False),
+        ({"best_metric": "loss"}, True),
+    ):
         trainer, said = gone_on(tmp_path / "again", **masked, **more, resume_from_checkpoint=str(kept))
         assert (trainer.state.best_step == STEP) == counts == (len(said) == 1)
         assert counts or f"was judged with {next(iter(more))} " in said[0]
@@ -409,11 +566,12 @@ def test_a_scaler_begins_anew_where_the_run_had_none():
     """As when --mixed_precision fp16 is told to a run that had another: the checkpoint holds no scale."""
     scaler, scales = torch.amp.GradScaler("cpu", init_scale=8.0), SimpleNamespace(cur_scale=8.0, last_overflow_iter=-1)
     deepspeed = SimpleNamespace(zero=SimpleNamespace(dynamic_loss_scale=True, loss_scaler=scales))
-    for engine, load, nothing in ((SimpleNamespace(scaler=scaler), SingleProcess.load_state, {"scaler": {}}),
-                                  (SimpleNamespace(accelerator=SimpleNamespace(scaler=scaler)),
-                                   AccelerateDDP.load_state, {"scaler": {}}),
-                                  (deepspeed, DeepSpeedZero.load_state, {}),
-                                  (deepspeed, DeepSpeedZero.load_state, {"loss_scale": 1.0, "last_overflow": -1})):
+    for engine, load, nothing in (
+        (SimpleNamespace(scaler=scaler), SingleProcess.load_state, {"scaler": {}}),
+        (SimpleNamespace(accelerator=SimpleNamespace(scaler=scaler)), AccelerateDDP.load_state, {"scaler": {}}),
+        (deepspeed, DeepSpeedZero.load_state, {}),
+        (deepspeed, DeepSpeedZero.load_state, {"loss_scale": 1.0, "last_overflow": -1}),
+    ):
         load(engine, nothing)
     assert scaler.get_scale() == scales.cur_scale == 8.0
     DeepSpeedZero.load_state(deepspeed, {"loss_scale": 4.0, "last_overflow": 2})
@@ -437,13 +595,18 @@ def test_an_outer_rate_is_told_without_the_loss_of_what_ranks_alone_had(tmp_path
     assert found == {"rate": (1, 0.3, True, True), "parts": (2, 0.7, True, False)}
 
 
-@pytest.mark.parametrize(("now", "cure"), [
-    ({"num_processes": 2}, {"global_batch_size": "8", "gradient_accumulation_steps": "1"}),
-    ({"num_processes": 2, "gradient_accumulation_steps": 1, "seed": 3}, {"global_batch_size": "8", "seed": "42"}),
-    ({"batch_size": 1}, {"batch_size": "4"}), ({"batch_size": 1, "drop_last": True},
-                                               {"drop_last": "false", "batch_size": "4"}),
-    ({"num_processes": 2, "loss_weighting": "micro_batch"}, {}),
-    ({"training_type": "pipeline", "num_processes": 2}, {})], ids=str)
+@pytest.mark.parametrize(
+    ("now", "cure"),
+    [
+        ({"num_processes": 2}, {"global_batch_size": "8", "gradient_accumulation_steps": "1"}),
+        ({"num_processes": 2, "gradient_accumulation_steps": 1, "seed": 3}, {"global_batch_size": "8", "seed": "42"}),
+        ({"batch_size": 1}, {"batch_size": "4"}),
+        ({"batch_size": 1, "drop_last": True}, {"drop_last": "false", "batch_size": "4"}),
+        ({"num_processes": 2, "loss_weighting": "micro_batch"}, {}),
+        ({"training_type": "pipeline", "num_processes": 2}, {}),
+    ],
+    ids=str,
+)
 def test_the_cure_of_a_refusal_is_a_config(now, cure):
     """Beside the rows that its ranks would make of a step."""
     config = parity.task("x", 1, **BASE | now)

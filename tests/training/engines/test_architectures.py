@@ -14,20 +14,27 @@ def where_it_does_not_agree(found):
     return {way: (str(outcome), outcome.line) for way, outcome in found.items() if not outcome.agrees}
 
 
-@pytest.mark.parametrize(("architecture", "task", "ways", "refused"), [
-    # parameters that no loss uses: torch's DDP and its ZeRO have to look for them
-    ("xlnet", "causal_lm", ("ddp torch", "zero1 torch", "zero2 scratch", "fsdp scratch"), ()),
-    ("roformer", "masked_lm", ("ddp torch", "pipeline"), ()),
-    # an encoder that calls layer.forward(…), past the layers' hooks
-    ("squeezebert", "masked_lm", ("ddp torch", "zero3 scratch", "fsdp torch", "fsdp scratch", "pipeline"),
-     ("pipeline",)),
-    # lists of lists of layers
-    ("funnel", "masked_lm", ("fsdp scratch", "tensor"), ("tensor",)),
-    # transformers' plan, with norms of heads; a layout that a forward shows
-    ("qwen3", "causal_lm", ("tensor", "pipeline"), ()),
-    pytest.param("gemma2", "causal_lm", ("tensor", "pipeline"), (), marks=pytest.mark.long),
-    pytest.param("xlm-roberta", "masked_lm", ("tensor", "pipeline"), (), marks=pytest.mark.long),
-])
+@pytest.mark.parametrize(
+    ("architecture", "task", "ways", "refused"),
+    [
+        # parameters that no loss uses: torch's DDP and its ZeRO have to look for them
+        ("xlnet", "causal_lm", ("ddp torch", "zero1 torch", "zero2 scratch", "fsdp scratch"), ()),
+        ("roformer", "masked_lm", ("ddp torch", "pipeline"), ()),
+        # an encoder that calls layer.forward(…), past the layers' hooks
+        (
+            "squeezebert",
+            "masked_lm",
+            ("ddp torch", "zero3 scratch", "fsdp torch", "fsdp scratch", "pipeline"),
+            ("pipeline",),
+        ),
+        # lists of lists of layers
+        ("funnel", "masked_lm", ("fsdp scratch", "tensor"), ("tensor",)),
+        # transformers' plan, with norms of heads; a layout that a forward shows
+        ("qwen3", "causal_lm", ("tensor", "pipeline"), ()),
+        pytest.param("gemma2", "causal_lm", ("tensor", "pipeline"), (), marks=pytest.mark.long),
+        pytest.param("xlm-roberta", "masked_lm", ("tensor", "pipeline"), (), marks=pytest.mark.long),
+    ],
+)
 def test_trains_as_one_process_does(tmp_path, architecture, task, ways, refused):
     found = outcomes(tmp_path, architecture, task, ways)
     apart = where_it_does_not_agree(found)
@@ -41,22 +48,29 @@ def test_smoothed_labels_travel_through_a_pipeline(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("architecture", "task"), [
-    (name, task) for name, (_, _, tasks) in ARCHITECTURES.items() for task in tasks])
+@pytest.mark.parametrize(
+    ("architecture", "task"), [(name, task) for name, (_, _, tasks) in ARCHITECTURES.items() for task in tasks]
+)
 def test_every_way_agrees_or_says_in_a_line_why_not(tmp_path, monkeypatch, architecture, task):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     found = outcomes(tmp_path, architecture, task, timeout=200.0)
     assert set(found) == set(WAYS)
-    wrong = {way: line for way, (line, _) in where_it_does_not_agree(found).items() if not found[way].line
-             or found[way].crashed}
+    wrong = {
+        way: line
+        for way, (line, _) in where_it_does_not_agree(found).items()
+        if not found[way].line or found[way].crashed
+    }
     assert wrong == {} and all("\n" not in outcome.line for outcome in found.values())
 
 
 def test_the_table_has_all_kinds():
     kinds = collections.Counter(kind for kind, _, _ in ARCHITECTURES.values())
     assert len(kinds) >= 40 and {"bert", "llama", "t5", "mixtral", "mamba"} <= set(kinds)
-    engines = {engine_class(config_of(".", "causal_lm", **options)).__name__ for way, options in WAYS.items()
-               if way != "zero3 deepspeed"}  # whose import takes seconds
+    engines = {
+        engine_class(config_of(".", "causal_lm", **options)).__name__
+        for way, options in WAYS.items()
+        if way != "zero3 deepspeed"
+    }  # whose import takes seconds
     assert engines == {"AccelerateDDP", "Scratch", "TorchZero1", "TorchFSDP", "PipelineEngine"}
 
 
@@ -70,5 +84,6 @@ def test_the_page_is_read_back_to_the_letter_and_every_cell_of_it_agrees_or_is_r
     rows, date = architectures.page_rows(page), page.split("`, ")[1].split(": transformers")[0]
     assert architectures.table(rows, date) == page
     assert {way for row in rows.values() for way in row} == set(WAYS) and len(rows) == 82
-    assert all(outcome.agrees or (outcome.line and not outcome.crashed) for row in rows.values()
-               for outcome in row.values())
+    assert all(
+        outcome.agrees or (outcome.line and not outcome.crashed) for row in rows.values() for outcome in row.values()
+    )

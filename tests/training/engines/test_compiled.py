@@ -31,8 +31,9 @@ def compiled(folder, pairs):
     found = run_pairs(folder / "compiled", 2, pairs, **options, torch_compile=True)
     again = {}
     if pairs == PAIRS:
-        again = run_pairs(folder / "recomputed", 2, PAIRS[-1:], **options, torch_compile=True,
-                          activation_checkpointing=True)
+        again = run_pairs(
+            folder / "recomputed", 2, PAIRS[-1:], **options, torch_compile=True, activation_checkpointing=True
+        )
     return plain, found, again, none, len(graphs)
 
 

@@ -53,8 +53,10 @@ DEEPSPEED = {
 ONWARDS = {  # what goes on from whose checkpoint, on four ranks
     "one process to ddp": ("one", shared(4, "ring", engine="scratch")),
     "ddp to plain zero3": ("ddp", {"strategy": "zero3", "engine": "scratch"}),
-    "zero3 to plain pipeline": ("zero3", {"training_type": "pipeline", "pipeline_parallel_size": 4,
-                                          "pipeline_chunks": 2}),
+    "zero3 to plain pipeline": (
+        "zero3",
+        {"training_type": "pipeline", "pipeline_parallel_size": 4, "pipeline_chunks": 2},
+    ),
     "fsdp to tensor": ("fsdp", shared(2, "zigzag", strategy="zero1", tensor_parallel_size=2)),
     "fsdp, tensor, torch to fsdp": ("fsdp, tensor, torch", shared(2, "ulysses", strategy="fsdp", engine="scratch")),
     "hybrid fsdp, torch to plain zero3": ("hybrid fsdp, torch", {"strategy": "zero3", "engine": "scratch"}),
@@ -67,11 +69,29 @@ def runs(folder, cases, ranks, **common):
     for name, options in cases.items():
         AcceleratorState._reset_state()
         GradientState._reset_state()
-        copies = ranks // options.get("context_parallel_size", 1) // options.get("tensor_parallel_size", 1) // (
-            options.get("pipeline_parallel_size", 1))
-        found[name] = parity.trace(parity.task(where(folder, name), 1, **(
-            {"max_steps": STEPS, "eval_steps": 3, "batch_size": parity.GLOBAL_ROWS // 2 // copies, "save_steps": 1,
-             "save_total_limit": None} | common | options)))
+        copies = (
+            ranks
+            // options.get("context_parallel_size", 1)
+            // options.get("tensor_parallel_size", 1)
+            // (options.get("pipeline_parallel_size", 1))
+        )
+        found[name] = parity.trace(
+            parity.task(
+                where(folder, name),
+                1,
+                **(
+                    {
+                        "max_steps": STEPS,
+                        "eval_steps": 3,
+                        "batch_size": parity.GLOBAL_ROWS // 2 // copies,
+                        "save_steps": 1,
+                        "save_total_limit": None,
+                    }
+                    | common
+                    | options
+                ),
+            )
+        )
     return found
 
 
@@ -90,8 +110,9 @@ def first_gradients(folder):
         names = {parameter: name for name, parameter in model.named_parameters()}
         trained = [names[p] for group in parameter_groups(model, 0.0) for p in group["params"]]
         state = formats.whole_optimizer_state(saved, trained)
-    return {key.removesuffix("/exp_avg"): 10 * value.flatten() for key, value in state.items()
-            if key.endswith("/exp_avg")}
+    return {
+        key.removesuffix("/exp_avg"): 10 * value.flatten() for key, value in state.items() if key.endswith("/exp_avg")
+    }
 
 
 def evaluations(folder):
@@ -109,10 +130,19 @@ def differences(folder, found, one, ranks):
         gradient = max((gradients[key] - wanted[key]).abs().max().item() for key in wanted)
         scores = zip(evaluations(where(folder, name)), evaluations(where(folder, "one")), strict=True)
         evaluated = max(abs(a - b) for a, b in scores)
-        if not (cell.agrees and gradient <= GRADIENT_TOLERANCE and evaluated <= parity.LOSS_TOLERANCE
-                and cell.norm <= 1e-4 * max(one.norms)):
-            wrong[name] = {"loss": cell.loss, "weight": cell.weight, "gradient": gradient, "evaluation": evaluated,
-                           "norm": cell.norm}
+        if not (
+            cell.agrees
+            and gradient <= GRADIENT_TOLERANCE
+            and evaluated <= parity.LOSS_TOLERANCE
+            and cell.norm <= 1e-4 * max(one.norms)
+        ):
+            wrong[name] = {
+                "loss": cell.loss,
+                "weight": cell.weight,
+                "gradient": gradient,
+                "evaluation": evaluated,
+                "norm": cell.norm,
+            }
     return wrong
 
 
@@ -123,8 +153,17 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one(folder):
-    return parity.trace(parity.task(where(folder, "one"), 1, training_type="basic", max_steps=STEPS, save_steps=1,
-                                    eval_steps=3, save_total_limit=None))
+    return parity.trace(
+        parity.task(
+            where(folder, "one"),
+            1,
+            training_type="basic",
+            max_steps=STEPS,
+            save_steps=1,
+            eval_steps=3,
+            save_total_limit=None,
+        )
+    )
 
 
 @pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.long)])
@@ -152,8 +191,11 @@ def test_deepspeed_s_are_too(folder, one):
 
 
 def test_checkpoints_go_on_with_other_ranks_sharing_tokens_or_none(folder, found, one):
-    cases = {name: options | {"resume_from_checkpoint": str(where(folder, source) / checkpoint.name(SAVED))}
-             for name, (source, options) in ONWARDS.items() if source in {*found, "one"}}
+    cases = {
+        name: options | {"resume_from_checkpoint": str(where(folder, source) / checkpoint.name(SAVED))}
+        for name, (source, options) in ONWARDS.items()
+        if source in {*found, "one"}
+    }
     again = launch(runs, folder / "again", cases, 4, num_processes=4, timeout=800)[0]
     assert len(ONWARDS) == 6 and len(again) == (6 if len(found) == len(CASES) else 3)
     for name, trace in again.items():
@@ -164,8 +206,17 @@ def test_checkpoints_go_on_with_other_ranks_sharing_tokens_or_none(folder, found
 
 def test_experts_and_their_routers_see_the_tokens_of_all_ranks(tmp_path):
     routed = {"model": "tiny-olmoe", "router_aux_loss_coef": 0.1}
-    one = parity.trace(parity.task(where(tmp_path, "one"), 1, training_type="basic", max_steps=STEPS, save_steps=1,
-                                   save_total_limit=None, **routed))
+    one = parity.trace(
+        parity.task(
+            where(tmp_path, "one"),
+            1,
+            training_type="basic",
+            max_steps=STEPS,
+            save_steps=1,
+            save_total_limit=None,
+            **routed,
+        )
+    )
     case = {"olmoe": shared(2, "zigzag", engine="scratch", **routed)}
     found = launch(runs, tmp_path, case, 2, num_processes=2, timeout=400)[0]
     cell = parity.compare(found["olmoe"], one, "olmoe", "", 2)
@@ -189,20 +240,28 @@ def test_without_the_sum_over_the_ranks_that_share_tokens_the_comparison_would_n
 TWO = {"task": "causal_lm", "model": "tiny-llama", "max_length": 32, "context_parallel_size": 2}
 
 
-@pytest.mark.parametrize(("options", "told"), [
-    ({"training_type": "basic"}, "training_type basic runs one process, and 2 are to share each row"),
-    ({"training_type": "pipeline"}, "pipelines send whole rows from stage to stage"),
-    ({"num_processes": 3}, "num_processes 3 is no multiple of context_parallel_size 2"),
-    ({"num_processes": 6, "tensor_parallel_size": 2},
-     "num_processes 6 is no multiple of context_parallel_size 2 × tensor_parallel_size 2"),
-    ({"task": "classification"}, "classification reads one of a row"),
-    ({"expert_parallel_size": 2, "model": "tiny-olmoe"}, "expert_parallel_size shares experts among ranks with"),
-    ({"communication": "int8"}, "and context_parallel_size leaves a rank a part of its rows"),
-    ({"torch_compile": True}, "torch_compile does not know the exchanges of context_parallel_size: leave it out"),
-    ({"max_length": 30}, "max_length 30 cannot be cut into 4 equal chunks, as context_parallel zigzag on 2 ranks does"),
-    ({"max_length": 31, "context_parallel": "ring"}, "max_length 31 cannot be cut into 2 equal chunks"),
-    ({"context_parallel_size": 1, "context_parallel": "ring"}, "context_parallel ring would not be read"),
-])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"training_type": "basic"}, "training_type basic runs one process, and 2 are to share each row"),
+        ({"training_type": "pipeline"}, "pipelines send whole rows from stage to stage"),
+        ({"num_processes": 3}, "num_processes 3 is no multiple of context_parallel_size 2"),
+        (
+            {"num_processes": 6, "tensor_parallel_size": 2},
+            "num_processes 6 is no multiple of context_parallel_size 2 × tensor_parallel_size 2",
+        ),
+        ({"task": "classification"}, "classification reads one of a row"),
+        ({"expert_parallel_size": 2, "model": "tiny-olmoe"}, "expert_parallel_size shares experts among ranks with"),
+        ({"communication": "int8"}, "and context_parallel_size leaves a rank a part of its rows"),
+        ({"torch_compile": True}, "torch_compile does not know the exchanges of context_parallel_size: leave it out"),
+        (
+            {"max_length": 30},
+            "max_length 30 cannot be cut into 4 equal chunks, as context_parallel zigzag on 2 ranks does",
+        ),
+        ({"max_length": 31, "context_parallel": "ring"}, "max_length 31 cannot be cut into 2 equal chunks"),
+        ({"context_parallel_size": 1, "context_parallel": "ring"}, "context_parallel ring would not be read"),
+    ],
+)
 def test_what_cannot_be_is_refused_in_one_line(options, told):
     with pytest.raises(ConfigError) as error:
         build(TWO | options)

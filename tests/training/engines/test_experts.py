@@ -79,8 +79,11 @@ def test_checkpoints_go_to_other_layouts_and_to_the_same_one_to_the_bit(folder, 
     def saved(name):
         return str(folder / name / checkpoint.name(SAVED))
 
-    cases = {name: options | {"resume_from_checkpoint": saved(source)}
-             for name, (source, options) in ONWARDS.items() if name in names}
+    cases = {
+        name: options | {"resume_from_checkpoint": saved(source)}
+        for name, (source, options) in ONWARDS.items()
+        if name in names
+    }
     again = launch(runs, folder / f"again-{len(names)}", cases, num_processes=4, timeout=1000)[0]
     again["one process"] = one_process(folder / f"basic-{len(names)}", resume_from_checkpoint=saved("ddp"))
     assert len(again) == len(names) + 1 and len(ONWARDS) == 4
@@ -107,9 +110,11 @@ def by_its_own_norm(engine, max_norm):
 
 def broken(folder):
     found = {}
-    for name, patch in (("unscaled", mock.patch.object(Scratch, "clip", unscaled)),
-                        ("own norm", mock.patch.object(Scratch, "clip", by_its_own_norm)),
-                        ("mixed", mock.patch.object(ExpertParallel, "summed_over", lambda _: {}))):
+    for name, patch in (
+        ("unscaled", mock.patch.object(Scratch, "clip", unscaled)),
+        ("own norm", mock.patch.object(Scratch, "clip", by_its_own_norm)),
+        ("mixed", mock.patch.object(ExpertParallel, "summed_over", lambda _: {})),
+    ):
         with patch:
             found |= runs(folder, {name: SHARED}, batch_size=parity.GLOBAL_ROWS // 4, max_steps=1)
     return found
@@ -128,14 +133,22 @@ BALANCED = {"router_aux_loss_coef": 0.5, "max_steps": 2, "eval_steps": 0, "max_e
 
 def with_the_mean_of_own_losses(loss, batch, engine, share=RouterLoss.share):
     """The mistake: each rank's auxiliary loss from its own choices, and the mean of the ranks' losses."""
-    alone = SimpleNamespace(sum=lambda numbers: numbers, counted_once=engine.counted_once, own_part=engine.own_part,
-                            sequences=engine.sequences)
+    alone = SimpleNamespace(
+        sum=lambda numbers: numbers,
+        counted_once=engine.counted_once,
+        own_part=engine.own_part,
+        sequences=engine.sequences,
+    )
     return share(loss, batch, alone) / engine.data_ranks
 
 
 def balanced(folder):
-    found = runs(folder, {"ours": SHARED, "dense": {"engine": "torch", "activation_checkpointing": True}}, **BALANCED,
-                 batch_size=parity.GLOBAL_ROWS // 4)
+    found = runs(
+        folder,
+        {"ours": SHARED, "dense": {"engine": "torch", "activation_checkpointing": True}},
+        **BALANCED,
+        batch_size=parity.GLOBAL_ROWS // 4,
+    )
     with mock.patch.object(RouterLoss, "share", with_the_mean_of_own_losses):
         return found | runs(folder, {"own losses": SHARED}, **BALANCED, batch_size=parity.GLOBAL_ROWS // 4)
 
@@ -151,24 +164,30 @@ def test_the_auxiliary_loss_is_that_of_all_ranks_tokens(tmp_path):
     assert abs(found["own losses"].norms[1] - right.norms[1]) > 100 * NORM_TOLERANCE * right.norms[1]
 
 
-@pytest.mark.parametrize(("given", "told"), [
-    ({"training_type": "basic"}, "training_type basic runs one process, and 2 are to share the experts"),
-    ({"training_type": "pipeline"}, "and the stages of a pipeline take turns"),
-    ({"tensor_parallel_size": 2}, "those of tensor_parallel_size have the same rows"),
-    ({"num_processes": 3}, "num_processes 3 is no multiple of expert_parallel_size 2"),
-    ({"strategy": "zero3"}, "zero3 gathers whole layers on every rank, and expert_parallel_size keeps experts apart: "
-                            "use --strategy ddp, zero1 or zero2"),
-    ({"strategy": "fsdp"}, "fsdp gathers whole layers"),
-    ({"engine": "deepspeed", "strategy": "zero1"}, "engine deepspeed has no expert_parallel_size here"),
-    ({"engine": "torch"}, "engine torch has no expert_parallel_size here: use --engine scratch"),
-    ({"offload": "optimizer"}, "offload and shard_group_size are not for expert_parallel_size"),
-    ({"torch_compile": True}, "torch_compile does not know the exchanges"),
-    ({"optimizer": "adafactor"}, "adafactor's state is not stored in pieces"),
-    ({"optimizer": "muon"}, "expert_parallel_size leaves a rank some experts"),
-    ({"communication": "int8"}, "expert_parallel_size leaves a rank pieces"),
-    ({"mixed_precision": "fp16"}, "fp16 needs a scaler"),
-    ({"watch": "gradients"}, "watch gradients: expert_parallel_size leaves a rank some experts' gradients"),
-])
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"training_type": "basic"}, "training_type basic runs one process, and 2 are to share the experts"),
+        ({"training_type": "pipeline"}, "and the stages of a pipeline take turns"),
+        ({"tensor_parallel_size": 2}, "those of tensor_parallel_size have the same rows"),
+        ({"num_processes": 3}, "num_processes 3 is no multiple of expert_parallel_size 2"),
+        (
+            {"strategy": "zero3"},
+            "zero3 gathers whole layers on every rank, and expert_parallel_size keeps experts apart: "
+            "use --strategy ddp, zero1 or zero2",
+        ),
+        ({"strategy": "fsdp"}, "fsdp gathers whole layers"),
+        ({"engine": "deepspeed", "strategy": "zero1"}, "engine deepspeed has no expert_parallel_size here"),
+        ({"engine": "torch"}, "engine torch has no expert_parallel_size here: use --engine scratch"),
+        ({"offload": "optimizer"}, "offload and shard_group_size are not for expert_parallel_size"),
+        ({"torch_compile": True}, "torch_compile does not know the exchanges"),
+        ({"optimizer": "adafactor"}, "adafactor's state is not stored in pieces"),
+        ({"optimizer": "muon"}, "expert_parallel_size leaves a rank some experts"),
+        ({"communication": "int8"}, "expert_parallel_size leaves a rank pieces"),
+        ({"mixed_precision": "fp16"}, "fp16 needs a scaler"),
+        ({"watch": "gradients"}, "watch gradients: expert_parallel_size leaves a rank some experts' gradients"),
+    ],
+)
 def test_what_it_cannot_do_is_refused_in_one_line(given, told):
     with pytest.raises(ConfigError) as error:
         build(SHARED | given)

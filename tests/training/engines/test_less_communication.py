@@ -23,8 +23,7 @@ from course_lib.training.engines import engine_class
 from course_lib.training.engines.less_communication import Compressing, Local
 from course_lib.training.trainer import Trainer
 
-PLAIN = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.1, "max_grad_norm": 0.0,
-         "adam_epsilon": 1e-8}
+PLAIN = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.1, "max_grad_norm": 0.0, "adam_epsilon": 1e-8}
 """A step that is linear in the gradient."""
 WAYS = {
     "all_reduce": {"engine": "scratch"},
@@ -43,8 +42,9 @@ WAYS = {
 @pytest.fixture(scope="module", autouse=True)
 def small_model():
     """The preset with two narrow layers and few words; the cache forgets it before others ask for the usual one."""
-    small = dataclasses.replace(presets.TINY["tiny-gpt2"], sizes={**presets.TINY["tiny-gpt2"].sizes,
-                                                                  "num_hidden_layers": 2, "hidden_size": 16})
+    small = dataclasses.replace(
+        presets.TINY["tiny-gpt2"], sizes={**presets.TINY["tiny-gpt2"].sizes, "num_hidden_layers": 2, "hidden_size": 16}
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     parity.prepared.cache_clear()
@@ -100,11 +100,19 @@ def trained(folder, crash_at=None, **options):
         except Crash:
             return None
     engine = trainer.engine
-    state = {"model": engine.model.state_dict(), "optimizer": engine.optimizer.state_dict()["state"],
-             "own": engine.rank_state()}
-    return {"losses": watch.losses, "evaluations": watch.evaluations, "sent": meter.bytes_sent,
-            "weights": {name: tensor.clone() for name, tensor in engine.whole_weights().items()},
-            "own": bits(state), "described": engine.describe()}
+    state = {
+        "model": engine.model.state_dict(),
+        "optimizer": engine.optimizer.state_dict()["state"],
+        "own": engine.rank_state(),
+    }
+    return {
+        "losses": watch.losses,
+        "evaluations": watch.evaluations,
+        "sent": meter.bytes_sent,
+        "weights": {name: tensor.clone() for name, tensor in engine.whole_weights().items()},
+        "own": bits(state),
+        "described": engine.describe(),
+    }
 
 
 def all_ways(folder):
@@ -181,8 +189,9 @@ def test_a_resumed_run_is_the_undisturbed_one_to_the_bit_on_every_rank(tmp_path,
             undisturbed, resumed = of_rank[name]
             assert resumed["losses"] == undisturbed["losses"][6:]
             assert resumed["own"] == undisturbed["own"]
-            assert all(torch.equal(resumed["weights"][key], undisturbed["weights"][key])
-                       for key in undisturbed["weights"])
+            assert all(
+                torch.equal(resumed["weights"][key], undisturbed["weights"][key]) for key in undisturbed["weights"]
+            )
         folder = tmp_path / "broken" / name / checkpoint.name(6)
         assert sorted(path.name for path in folder.glob("rank-*")) == ["rank-0.safetensors", "rank-1.safetensors"]
     assert "left out" not in capfd.readouterr().out
@@ -191,13 +200,19 @@ def test_a_resumed_run_is_the_undisturbed_one_to_the_bit_on_every_rank(tmp_path,
 def changed(folder, first, then):
     """A run of 6 steps, and what goes on from its checkpoint of step 3 with other options."""
     assert trained(folder / "first", crash_at=4, **SAVES, **first) is None
-    return [trained(folder / str(i), resume_from_checkpoint=str(folder / "first" / checkpoint.name(3)), **SAVES,
-                    **options)["losses"] for i, options in enumerate(then)]
+    return [
+        trained(folder / str(i), resume_from_checkpoint=str(folder / "first" / checkpoint.name(3)), **SAVES, **options)[
+            "losses"
+        ]
+        for i, options in enumerate(then)
+    ]
 
 
 def test_another_communication_goes_on_from_what_was_agreed_and_says_so(tmp_path, capfd):
-    for first, then in ((STREAMING, [WAYS["all_reduce"], WAYS["local_sgd"], WAYS["topk"]]),
-                        (WAYS["powersgd"], [WAYS["diloco"]])):
+    for first, then in (
+        (STREAMING, [WAYS["all_reduce"], WAYS["local_sgd"], WAYS["topk"]]),
+        (WAYS["powersgd"], [WAYS["diloco"]]),
+    ):
         for runs in launch(changed, tmp_path / first["communication"], first, then, num_processes=2, timeout=600):
             assert all(len(losses) == 5 for losses in runs)
             # Step 4 is taken from what was agreed at step 3, by all ways alike.
@@ -208,19 +223,30 @@ def test_another_communication_goes_on_from_what_was_agreed_and_says_so(tmp_path
 
 # --- Muon ---
 
+
 def with_muon(folder):
     run = functools.partial(trained, **SAVES, optimizer="muon", learning_rate=0.01)
     found = {"ranks": run(folder / "ranks", engine="scratch")}
     assert run(folder / "broken", engine="scratch", crash_at=7) is None
-    found["resumed"] = run(folder / "broken", engine="scratch",
-                           resume_from_checkpoint=str(folder / "broken" / checkpoint.name(6)))
+    found["resumed"] = run(
+        folder / "broken", engine="scratch", resume_from_checkpoint=str(folder / "broken" / checkpoint.name(6))
+    )
     found["diloco"] = run(folder / "diloco", **WAYS["diloco"])
     return found
 
 
 def test_muon_trains_matrices_of_blocks_resumes_and_is_that_of_one_process(tmp_path):
-    alone = launch(trained, tmp_path / "one", num_processes=1, timeout=400, **SAVES, optimizer="muon",
-                   learning_rate=0.01, training_type="basic", batch_size=4)[0]
+    alone = launch(
+        trained,
+        tmp_path / "one",
+        num_processes=1,
+        timeout=400,
+        **SAVES,
+        optimizer="muon",
+        learning_rate=0.01,
+        training_type="basic",
+        batch_size=4,
+    )[0]
     for of_rank in launch(with_muon, tmp_path, num_processes=2, timeout=600):
         ranks, resumed = of_rank["ranks"], of_rank["resumed"]
         assert ranks["losses"] == pytest.approx(alone["losses"], abs=2e-3)  # in bf16 sums round by their order
@@ -231,23 +257,27 @@ def test_muon_trains_matrices_of_blocks_resumes_and_is_that_of_one_process(tmp_p
 
 # --- rules ---
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"communication": "int8", "engine": "torch"}, "only strategy ddp with engine scratch has it"),
-    ({"communication": "diloco", "strategy": "zero1"}, "only strategy ddp with engine scratch has it"),
-    ({"communication": "topk", "training_type": "pipeline"}, "only strategy ddp with engine scratch has it"),
-    ({"communication": "topk", "training_type": "basic"}, "only strategy ddp with engine scratch has it"),
-    ({"communication": "int4", "tensor_parallel_size": 2}, "tensor_parallel_size leaves a rank pieces"),
-    ({"communication": "diloco", "sync_every": 4, "diloco_overlap": 4}, "diloco_overlap 4 is no less than"),
-    ({"communication": "int8", "quantization_block": 5}, "quantization_block 5 is odd"),
-    ({"communication": "local_sgd", "bucket_mb": 1.0}, "bucket_mb 1.0 would not be read"),
-    ({"communication": "topk", "sync_every": 3}, "it is for --communication local_sgd and diloco"),
-    ({"communication": "diloco", "diloco_keep": 0.1}, "it is for --communication diloco with diloco_overlap"),
-    ({"optimizer": "muon", "strategy": "zero2"}, "zero2 cannot shard muon: .* needs whole matrices"),
-    ({"optimizer": "muon", "tensor_parallel_size": 2}, "muon needs whole rows and columns"),
-    ({"optimizer": "muon", "expert_parallel_size": 2}, "expert_parallel_size leaves a rank some experts"),
-    ({"communication": "topk", "expert_parallel_size": 2}, "expert_parallel_size leaves a rank pieces"),
-    ({"optimizer": "muon", "training_type": "pipeline"}, "muon looks for the blocks of a whole model"),
-])
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"communication": "int8", "engine": "torch"}, "only strategy ddp with engine scratch has it"),
+        ({"communication": "diloco", "strategy": "zero1"}, "only strategy ddp with engine scratch has it"),
+        ({"communication": "topk", "training_type": "pipeline"}, "only strategy ddp with engine scratch has it"),
+        ({"communication": "topk", "training_type": "basic"}, "only strategy ddp with engine scratch has it"),
+        ({"communication": "int4", "tensor_parallel_size": 2}, "tensor_parallel_size leaves a rank pieces"),
+        ({"communication": "diloco", "sync_every": 4, "diloco_overlap": 4}, "diloco_overlap 4 is no less than"),
+        ({"communication": "int8", "quantization_block": 5}, "quantization_block 5 is odd"),
+        ({"communication": "local_sgd", "bucket_mb": 1.0}, "bucket_mb 1.0 would not be read"),
+        ({"communication": "topk", "sync_every": 3}, "it is for --communication local_sgd and diloco"),
+        ({"communication": "diloco", "diloco_keep": 0.1}, "it is for --communication diloco with diloco_overlap"),
+        ({"optimizer": "muon", "strategy": "zero2"}, "zero2 cannot shard muon: .* needs whole matrices"),
+        ({"optimizer": "muon", "tensor_parallel_size": 2}, "muon needs whole rows and columns"),
+        ({"optimizer": "muon", "expert_parallel_size": 2}, "expert_parallel_size leaves a rank some experts"),
+        ({"communication": "topk", "expert_parallel_size": 2}, "expert_parallel_size leaves a rank pieces"),
+        ({"optimizer": "muon", "training_type": "pipeline"}, "muon looks for the blocks of a whole model"),
+    ],
+)
 def test_what_cannot_be_is_refused_in_one_line(options, words):
     with pytest.raises(ConfigError) as error:
         build(options)

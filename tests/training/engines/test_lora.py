@@ -18,8 +18,9 @@ ADAPTERS = {"lora_r": 4, "learning_rate": 1e-2}
 
 
 def tiny(name="tiny-gpt2", task="causal_lm"):
-    return loading.load(ModelConfig(model=name), task, label_names=["no", "yes"], texts=["a b c d"] * 9, seed=0,
-                        max_length=32).model
+    return loading.load(
+        ModelConfig(model=name), task, label_names=["no", "yes"], texts=["a b c d"] * 9, seed=0, max_length=32
+    ).model
 
 
 def test_frozen_weights_are_kept_in_the_low_precision_and_adapters_in_fp32():
@@ -47,8 +48,9 @@ def test_adapters_beside_four_bits_are_those_of_one_process(tmp_path):
     cells = parity.matrix(tmp_path, (2,), pairs, steps=3, load_in_4bit=True, **ADAPTERS)
     assert len(cells) == 10 and [cell for cell in cells if not cell.agrees] == []
     plain = parity.trace(parity.task(tmp_path / "plain", 1, training_type="basic", max_steps=3, **ADAPTERS))
-    packed = parity.trace(parity.task(tmp_path / "packed", 1, training_type="basic", max_steps=3, load_in_4bit=True,
-                                      **ADAPTERS))
+    packed = parity.trace(
+        parity.task(tmp_path / "packed", 1, training_type="basic", max_steps=3, load_in_4bit=True, **ADAPTERS)
+    )
     assert 1e-5 < max(abs(a - b) for a, b in zip(plain.losses, packed.losses, strict=True)) < 0.1
 
 
@@ -58,8 +60,9 @@ def test_adapters_beside_bf16_by_engines(tmp_path):
     options = {"max_steps": 3, "mixed_precision": "bf16", **ADAPTERS}
     one = parity.trace(parity.task(tmp_path / "one", 1, training_type="basic", **options))
     for engine in ("torch", "scratch", "deepspeed"):
-        pairs = [(strategy, engine) for strategy in ("ddp", "zero2", "zero3", "fsdp") if (strategy, engine)
-                 in parity.PAIRS]
+        pairs = [
+            (strategy, engine) for strategy in ("ddp", "zero2", "zero3", "fsdp") if (strategy, engine) in parity.PAIRS
+        ]
         runs = launch(parity.traces, tmp_path / engine, 2, pairs, **options, num_processes=2, timeout=300)[0]
         for pair, run in zip(pairs, runs, strict=True):
             assert run.losses == pytest.approx(one.losses, abs=0.03), pair
@@ -68,9 +71,17 @@ def test_adapters_beside_bf16_by_engines(tmp_path):
 
 def test_ranks_that_share_tokens_train_the_same_adapters(tmp_path):
     one = parity.trace(parity.task(tmp_path / "one", 1, training_type="basic", max_steps=3, **ADAPTERS))
-    rows = {(f"{strategy} {way}", engine): {"strategy": strategy, "engine": engine, "context_parallel_size": 2,
-                                            "context_parallel": way, "max_steps": 3, **ADAPTERS}
-            for strategy, engine, way in (("ddp", "torch", "zigzag"), ("fsdp", "scratch", "ring"))}
+    rows = {
+        (f"{strategy} {way}", engine): {
+            "strategy": strategy,
+            "engine": engine,
+            "context_parallel_size": 2,
+            "context_parallel": way,
+            "max_steps": 3,
+            **ADAPTERS,
+        }
+        for strategy, engine, way in (("ddp", "torch", "zigzag"), ("fsdp", "scratch", "ring"))
+    }
     runs = launch(parity._shared_traces, tmp_path / "two", 2, rows, num_processes=2, timeout=300)[0]
     for row, run in zip(rows, runs, strict=True):
         assert parity.compare(run, one, *row, 2).agrees, row

@@ -59,8 +59,9 @@ def test_without_positions_it_trains_another_model(tmp_path, one):
     assert parity.compare(found, one, "ddp", "none", 1).weight > 100 * parity.WEIGHT_TOLERANCE
 
 
-@pytest.mark.parametrize("names", some([SOME, tuple(name for name in CASES if name not in SOME)], SOME),
-                         ids=lambda names: " ")
+@pytest.mark.parametrize(
+    "names", some([SOME, tuple(name for name in CASES if name not in SOME)], SOME), ids=lambda names: " "
+)
 def test_two_ranks_train_what_one_process_trains(tmp_path, one, names):
     for name, found in launch(on_ranks, tmp_path, names, num_processes=2, timeout=280)[0].items():
         cell = parity.compare(found, one, name, "", 2)
@@ -70,15 +71,19 @@ def test_two_ranks_train_what_one_process_trains(tmp_path, one, names):
 def talks(folder):
     """A file of conversations, whose answers are of many lengths."""
     path = folder / "talks.jsonl"
-    rows = [[{"role": "user", "content": f"{row} times?"}, {"role": "assistant", "content": f"{row} " * (row % 9)}]
-            for row in range(70)]
+    rows = [
+        [{"role": "user", "content": f"{row} times?"}, {"role": "assistant", "content": f"{row} " * (row % 9)}]
+        for row in range(70)
+    ]
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     return {"dataset": str(path), "chat_template": "chatml", "max_length": 80, "max_steps": 3}
 
 
 def of_talks(folder, options):
-    return {packing: parity.trace(parity.task(folder / packing, 2, packing=packing, **options))
-            for packing in ("wrapped", "best_fit")}
+    return {
+        packing: parity.trace(parity.task(folder / packing, 2, packing=packing, **options))
+        for packing in ("wrapped", "best_fit")
+    }
 
 
 def test_answers_alone_are_learnt_by_any_number_of_ranks(tmp_path):
@@ -96,8 +101,14 @@ def test_answers_alone_are_learnt_by_any_number_of_ranks(tmp_path):
     learnt = Chat.__call__
     with mock.patch.object(Chat, "__call__", all_tokens):
         (tmp_path / "other").mkdir()
-        other = parity.trace(parity.task(tmp_path / "all", 1, training_type="basic", **options | {
-            "dataset": shutil.copy(options["dataset"], tmp_path / "other"), "max_length": 79}))
+        other = parity.trace(
+            parity.task(
+                tmp_path / "all",
+                1,
+                training_type="basic",
+                **options | {"dataset": shutil.copy(options["dataset"], tmp_path / "other"), "max_length": 79},
+            )
+        )
     assert parity.compare(other, one, "ddp", "all tokens", 1).loss > 100 * parity.LOSS_TOLERANCE
 
 

@@ -21,8 +21,14 @@ from tests.torch_versions import STAGES_ON_ONE_RANK, has
 
 ROWS = parity.GLOBAL_ROWS // 2
 STEPS = 4
-COMMON = {"eval_steps": 3, "max_eval_samples": 7, "eval_batch_size": 2, "max_steps": STEPS, "save_steps": 3,
-          "save_total_limit": None}
+COMMON = {
+    "eval_steps": 3,
+    "max_eval_samples": 7,
+    "eval_batch_size": 2,
+    "max_steps": STEPS,
+    "save_steps": 3,
+    "save_total_limit": None,
+}
 ONE_PIPELINE = {"training_type": "pipeline", "batch_size": ROWS, "pipeline_chunks": 4}
 TWO_BY_TWO = {"training_type": "pipeline", "batch_size": ROWS // 2, "pipeline_chunks": 2, "data_parallel_size": 2}
 TWO = {
@@ -34,12 +40,16 @@ TWO = {
 }
 MORE = {
     "1f1b": {"schedule": "1f1b"},
-    "gpipe": {"schedule": "gpipe", "activation_checkpointing": True}, "interleaved": {"schedule": "interleaved"},
-    "zb_h1": {"schedule": "zb_h1"}, "fitted": {"schedule": "zb_auto"}, "fitted V": {"schedule": "v_half"},
+    "gpipe": {"schedule": "gpipe", "activation_checkpointing": True},
+    "interleaved": {"schedule": "interleaved"},
+    "zb_h1": {"schedule": "zb_h1"},
+    "fitted": {"schedule": "zb_auto"},
+    "fitted V": {"schedule": "v_half"},
 }
 """In `make long`."""
 FOUR = {
-    "2x2": {"schedule": "1f1b"}, "2x2 zero1": {"schedule": "zbv", "strategy": "zero1", "bucket_mb": 0.1},
+    "2x2": {"schedule": "1f1b"},
+    "2x2 zero1": {"schedule": "zbv", "strategy": "zero1", "bucket_mb": 0.1},
 }
 
 
@@ -66,16 +76,20 @@ def traced(config):
             module.p = 0.0
     trainer.train()
     weights = {name: tensor.detach().clone() for name, tensor in trainer.engine.whole_weights().items()}
-    return {"losses": [line["loss"] for line in lines if "loss" in line],
-            "norms": [line["gradient_norm"] for line in lines if "loss" in line],
-            "evaluations": [line["eval.loss"] for line in lines if "eval.loss" in line], "weights": weights,
-            "parameters": [(name, p.numel()) for name, p in trainer.model.named_parameters()],
-            "all": sum(weight.numel() for weight in weights.values())}
+    return {
+        "losses": [line["loss"] for line in lines if "loss" in line],
+        "norms": [line["gradient_norm"] for line in lines if "loss" in line],
+        "evaluations": [line["eval.loss"] for line in lines if "eval.loss" in line],
+        "weights": weights,
+        "parameters": [(name, p.numel()) for name, p in trainer.model.named_parameters()],
+        "all": sum(weight.numel() for weight in weights.values()),
+    }
 
 
 def run(folder, options):
-    return {name: traced(parity.task(folder / name.replace(" ", "-"), 1, **COMMON | each))
-            for name, each in options.items()}
+    return {
+        name: traced(parity.task(folder / name.replace(" ", "-"), 1, **COMMON | each)) for name, each in options.items()
+    }
 
 
 def without(folder):
@@ -89,8 +103,10 @@ def without(folder):
 
 def refusals(folder):
     asked = {
-        "sizes": {"data_parallel_size": 3}, "stages": {"split_spec": "transformer.h.0:end,transformer.h.1:end"},
-        "place": {"split_spec": "transformer.h.9:end"}, "spec": {"split_spec": "transformer.h.0"},
+        "sizes": {"data_parallel_size": 3},
+        "stages": {"split_spec": "transformer.h.0:end,transformer.h.1:end"},
+        "place": {"split_spec": "transformer.h.9:end"},
+        "spec": {"split_spec": "transformer.h.0"},
         "recompute": {"schedule": "zb_h1", "activation_checkpointing": True},
         "chunks": {"schedule": "dualpipev", "pipeline_chunks": 2},
         "fitted": {"schedule": "zbv_auto", "pipeline_chunks": 2},
@@ -111,9 +127,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    return run(folder / "plain", {"basic": {"training_type": "basic"},
-                                  "naive": {"training_type": "basic", "loss_weighting": "micro_batch"},
-                                  "bf16": {"training_type": "basic", "mixed_precision": "bf16"}})
+    return run(
+        folder / "plain",
+        {
+            "basic": {"training_type": "basic"},
+            "naive": {"training_type": "basic", "loss_weighting": "micro_batch"},
+            "bf16": {"training_type": "basic", "mixed_precision": "bf16"},
+        },
+    )
 
 
 def on_two(folder, cases):
@@ -214,7 +235,8 @@ def test_what_cannot_be_is_refused_with_the_rule(two):
 
 
 RESUMED = [  # saved by, resumed by
-    ("two/zbv", 4, {**TWO_BY_TWO, "schedule": "1f1b"}), ("four/2x2-zero1", 2, {**ONE_PIPELINE, "schedule": "zb_h1"}),
+    ("two/zbv", 4, {**TWO_BY_TWO, "schedule": "1f1b"}),
+    ("four/2x2-zero1", 2, {**ONE_PIPELINE, "schedule": "zb_h1"}),
     ("two/split-by-name", 4, {**TWO_BY_TWO, "schedule": "zbv", "strategy": "zero1"}),
     ("four/2x2-zero1", 2, {"strategy": "fsdp", "engine": "scratch", "batch_size": ROWS // 2}),
     ("plain/basic", 2, {**ONE_PIPELINE, "split_spec": "transformer.h.2:beginning"}),
@@ -223,15 +245,17 @@ RESUMED = [  # saved by, resumed by
 
 def resume(folder, saved_by, number, options):
     came_from = folder / saved_by / checkpoint.name(3)
-    return traced(parity.task(folder / f"resumed-{number}", 1, **COMMON, resume_from_checkpoint=str(came_from),
-                              **options))
+    return traced(
+        parity.task(folder / f"resumed-{number}", 1, **COMMON, resume_from_checkpoint=str(came_from), **options)
+    )
 
 
 @pytest.mark.parametrize("number", some(range(len(RESUMED)), 3, 4), ids=lambda i: f"{RESUMED[i][0]}-to-{RESUMED[i][1]}")
 def test_resumed_with_another_split_or_strategy(two, four, plain, folder, number):
     saved_by, ranks, options = RESUMED[number]
-    found = launch(resume, folder, saved_by, number, options, num_processes=ranks, timeout=400, device="cpu",
-                   stream=False)[0]
+    found = launch(
+        resume, folder, saved_by, number, options, num_processes=ranks, timeout=400, device="cpu", stream=False
+    )[0]
     assert found["losses"] == pytest.approx(plain["basic"]["losses"][3:], abs=parity.LOSS_TOLERANCE)
     assert furthest(found, plain["basic"]) <= parity.WEIGHT_TOLERANCE
 
@@ -243,9 +267,20 @@ def test_resumed_by_the_plain_loop(two, four, plain, folder):
 
 
 def classify(folder, training_type, **options):
-    options = {"model": "tiny-bert", "max_train_samples": 96, "max_eval_samples": 37, "max_length": 32, "max_steps": 6,
-               "learning_rate": 1e-3, "progress_bar": False, "baselines": False, "device": "cpu", "save_steps": 0,
-               "output_dir": str(folder / training_type), "training_type": training_type} | options
+    options = {
+        "model": "tiny-bert",
+        "max_train_samples": 96,
+        "max_eval_samples": 37,
+        "max_length": 32,
+        "max_steps": 6,
+        "learning_rate": 1e-3,
+        "progress_bar": False,
+        "baselines": False,
+        "device": "cpu",
+        "save_steps": 0,
+        "output_dir": str(folder / training_type),
+        "training_type": training_type,
+    } | options
     config = build(options)
     return train(config)
 
@@ -253,8 +288,18 @@ def classify(folder, training_type, **options):
 def test_the_run_ends_with_one_model_that_anyone_loads(tmp_path):
     from transformers import pipeline as make_pipeline
 
-    found = launch(classify, tmp_path, "pipeline", batch_size=16, schedule="interleaved", pipeline_chunks=4,
-                   num_processes=2, timeout=600, device="cpu", stream=False)[0]
+    found = launch(
+        classify,
+        tmp_path,
+        "pipeline",
+        batch_size=16,
+        schedule="interleaved",
+        pipeline_chunks=4,
+        num_processes=2,
+        timeout=600,
+        device="cpu",
+        stream=False,
+    )[0]
     said = found["pipeline"]
     assert (said["schedule"], said["stages"], said["pipeline_chunks"]) == ("interleaved", 4, 4)
     assert len(said["split"]) == 5 and 0 < said["predicted_bubble"] < 0.5

@@ -40,9 +40,14 @@ def network(monkeypatch):
 
     monkeypatch.setattr(process_group.socket, "socket", Probe)
     monkeypatch.setattr(process_group.socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(process_group.psutil, "net_if_addrs", lambda: {
-        name: [types.SimpleNamespace(address=address)]
-        for name, address in (("lo", "127.0.0.1"), ("docker0", "172.17.0.1"), ("ens5", "10.1.2.3"))})
+    monkeypatch.setattr(
+        process_group.psutil,
+        "net_if_addrs",
+        lambda: {
+            name: [types.SimpleNamespace(address=address)]
+            for name, address in (("lo", "127.0.0.1"), ("docker0", "172.17.0.1"), ("ens5", "10.1.2.3"))
+        },
+    )
     return ways
 
 

@@ -79,10 +79,12 @@ def between_micro_batches(folder, pairs):
 
     kept = {}
     for kind in (Scratch, TorchFSDP):
+
         def backward(self, loss, last, original=kind.backward):
             original(self, loss, last)
             if not last:
                 held.append(sum(piece.numel() * piece.element_size() for piece in self.wrapped.resident()["gradients"]))
+
         kind.backward = backward
     for way in ("as trained", "with the last alone"):
         if way == "with the last alone":
@@ -118,12 +120,21 @@ def run_pairs(folder, world_size, pairs, **options):
 
 def saved_then_resumed(tmp_path, pairs, steps, others):
     first, again = tmp_path / "first", tmp_path / "again"
-    launch(run_pairs, first, 2, pairs, save_steps=3, save_total_limit=None, max_steps=steps, num_processes=2,
-           timeout=800)
+    launch(
+        run_pairs, first, 2, pairs, save_steps=3, save_total_limit=None, max_steps=steps, num_processes=2, timeout=800
+    )
     found = {}
     for ranks in others:
-        for pair, losses in launch(run_pairs, again / str(ranks), ranks, pairs, num_processes=ranks, timeout=800,
-                                   max_steps=steps, resume_from_checkpoint=Resume(first))[0].items():
+        for pair, losses in launch(
+            run_pairs,
+            again / str(ranks),
+            ranks,
+            pairs,
+            num_processes=ranks,
+            timeout=800,
+            max_steps=steps,
+            resume_from_checkpoint=Resume(first),
+        )[0].items():
             found[pair, ranks] = losses
     return found
 
@@ -138,10 +149,14 @@ class Resume:
         return str(self.folder / name_of(pair) / checkpoint.name(3))
 
 
-@pytest.mark.parametrize(("pairs", "others"), [
-    pytest.param(ONE_OF_EACH_ENGINE[:2], (4,), id="some"),
-    pytest.param(OURS_AND_TORCHS, (1, 4), id="torch and scratch", marks=pytest.mark.long),
-    pytest.param(DEEPSPEEDS, (1, 4), id="deepspeed", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("pairs", "others"),
+    [
+        pytest.param(ONE_OF_EACH_ENGINE[:2], (4,), id="some"),
+        pytest.param(OURS_AND_TORCHS, (1, 4), id="torch and scratch", marks=pytest.mark.long),
+        pytest.param(DEEPSPEEDS, (1, 4), id="deepspeed", marks=pytest.mark.long),
+    ],
+)
 def test_saved_by_two_ranks_resumed_by_one_and_by_four(tmp_path, pairs, others):
     import_deepspeed()
     wanted = parity.trace(parity.task(tmp_path / "one", 1, training_type="basic", max_steps=5))
@@ -157,9 +172,18 @@ def test_a_run_goes_on_with_another_strategy_and_engine(tmp_path, one_process):
     path = [("zero1", "torch", 2), ("zero3", "deepspeed", 2), ("fsdp", "scratch", 4), ("zero2", "scratch", 2)]
     last = folder / checkpoint.name(3)
     for i, (strategy, engine, ranks) in enumerate(path):
-        losses = launch(run_pairs, tmp_path / str(i), ranks, [(strategy, engine)], num_processes=ranks, timeout=400,
-                        resume_from_checkpoint=str(last), save_steps=1, save_total_limit=None)[0]
-        assert losses[strategy, engine] == pytest.approx(wanted.losses[3 + i:], abs=parity.LOSS_TOLERANCE)
+        losses = launch(
+            run_pairs,
+            tmp_path / str(i),
+            ranks,
+            [(strategy, engine)],
+            num_processes=ranks,
+            timeout=400,
+            resume_from_checkpoint=str(last),
+            save_steps=1,
+            save_total_limit=None,
+        )[0]
+        assert losses[strategy, engine] == pytest.approx(wanted.losses[3 + i :], abs=parity.LOSS_TOLERANCE)
         last = tmp_path / str(i) / f"{strategy}-{engine}" / checkpoint.name(4 + i)
     config = parity.task(tmp_path / "basic", 1, training_type="basic", resume_from_checkpoint=str(last))
     found = parity.trace(config)
@@ -199,26 +223,38 @@ def slow_saves(folder, async_save):
 
 
 def test_asynchronous_saving_overlaps_training_and_stores_the_same(tmp_path, one_process):
-    runs = {mode: launch(slow_saves, tmp_path / str(mode), mode, num_processes=2, timeout=400)[0]
-            for mode in (False, True)}
+    runs = {
+        mode: launch(slow_saves, tmp_path / str(mode), mode, num_processes=2, timeout=400)[0] for mode in (False, True)
+    }
     assert runs[True][0] == runs[False][0]
     assert runs[False][1][4] == [4], "a blocking save stands before the next step"
     assert runs[True][1][4] == [], "training went on before the save was done"
-    stored_by = [{name: sharded.whole(tmp_path / str(mode) / checkpoint.name(step), "")
-                  for step in (4, 8) for name in [step]} for mode in (False, True)]
+    stored_by = [
+        {name: sharded.whole(tmp_path / str(mode) / checkpoint.name(step), "") for step in (4, 8) for name in [step]}
+        for mode in (False, True)
+    ]
     assert len(stored_by[0][4]) == len(stored_by[0][8]) > 40
     for step in (4, 8):
         assert stored_by[0][step].keys() == stored_by[1][step].keys()
         assert all(torch.equal(stored_by[0][step][name], stored_by[1][step][name]) for name in stored_by[0][step])
-    assert not torch.equal(stored_by[0][4]["model/transformer.wte.weight"],
-                           stored_by[0][8]["model/transformer.wte.weight"])
+    assert not torch.equal(
+        stored_by[0][4]["model/transformer.wte.weight"], stored_by[0][8]["model/transformer.wte.weight"]
+    )
     assert not [path for path in (tmp_path / "True").iterdir() if path.name.endswith(".writing")]
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, one_process):
     with pytest.raises(CheckpointError, match="saved with model tiny-gpt2, and this run has tiny-llama: give --model"):
-        launch(run_pairs, tmp_path, 1, [("zero1", "torch")], num_processes=1, timeout=240, model="tiny-llama",
-               resume_from_checkpoint=str(one_process[0] / checkpoint.name(3)))
+        launch(
+            run_pairs,
+            tmp_path,
+            1,
+            [("zero1", "torch")],
+            num_processes=1,
+            timeout=240,
+            model="tiny-llama",
+            resume_from_checkpoint=str(one_process[0] / checkpoint.name(3)),
+        )
 
 
 REFUSED = [
@@ -246,8 +282,11 @@ def refusals(folder):
     from course_lib.training.engines import build_engine
 
     said = []
-    for options in ({"strategy": "fsdp", "engine": "accelerate"}, {"strategy": "zero2", "offload": "optimizer"},
-                    {"strategy": "fsdp", "engine": "torch", "offload": "parameters"}):
+    for options in (
+        {"strategy": "fsdp", "engine": "accelerate"},
+        {"strategy": "zero2", "offload": "optimizer"},
+        {"strategy": "fsdp", "engine": "torch", "offload": "parameters"},
+    ):
         with pytest.raises(ConfigError) as error:
             build_engine(parity.task(folder, 1, **options)).connect()
         said.append(str(error.value))

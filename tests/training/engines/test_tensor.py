@@ -71,8 +71,13 @@ def runs(folder, cases, **common):
     for name, options in cases.items():
         AcceleratorState._reset_state()
         GradientState._reset_state()
-        found[name] = parity.trace(parity.task(folder / name.replace(" ", "-"), 1, **(
-            {"max_steps": STEPS, "batch_size": rows(options)} | common | options)))
+        found[name] = parity.trace(
+            parity.task(
+                folder / name.replace(" ", "-"),
+                1,
+                **({"max_steps": STEPS, "batch_size": rows(options)} | common | options),
+            )
+        )
     return found
 
 
@@ -83,8 +88,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one(folder):
-    return parity.trace(parity.task(folder / "one", 1, training_type="basic", max_steps=STEPS, save_steps=SAVED,
-                                    save_total_limit=None))
+    return parity.trace(
+        parity.task(folder / "one", 1, training_type="basic", max_steps=STEPS, save_steps=SAVED, save_total_limit=None)
+    )
 
 
 @pytest.fixture(scope="module", params=["some", pytest.param("all", marks=pytest.mark.long)])
@@ -104,16 +110,26 @@ def test_any_layout_goes_on_from_any_other(folder, found, one):
     def last(name):
         return str(folder / name.replace(" ", "-") / checkpoint.name(SAVED))
 
-    cases = {name: options | {"resume_from_checkpoint": last(source)}
-             for name, (source, _, options) in ONWARDS.items() if source in {*found, "one"}}
+    cases = {
+        name: options | {"resume_from_checkpoint": last(source)}
+        for name, (source, _, options) in ONWARDS.items()
+        if source in {*found, "one"}
+    }
     again = launch(runs, folder / "again", cases, num_processes=4, timeout=1600)[0]
     assert len(ONWARDS) == 12 and len(again) == (12 if len(found) == len(CASES) else 4)
     for name, trace in again.items():
         assert trace.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE), name
         largest = max((trace.weights[key] - one.weights[key]).abs().max().item() for key in one.weights)
         assert largest <= parity.WEIGHT_TOLERANCE, name
-    basic = parity.trace(parity.task(folder / "basic", 1, training_type="basic", max_steps=STEPS,
-                                     resume_from_checkpoint=last("pipeline, sequence")))
+    basic = parity.trace(
+        parity.task(
+            folder / "basic",
+            1,
+            training_type="basic",
+            max_steps=STEPS,
+            resume_from_checkpoint=last("pipeline, sequence"),
+        )
+    )
     assert basic.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE)
 
 
@@ -142,13 +158,21 @@ def test_without_the_exchange_the_comparison_would_notice(tmp_path, one):
     assert not cell.agrees and cell.loss > 100 * parity.LOSS_TOLERANCE
 
 
-@pytest.mark.parametrize(("shape", "split"), [((6, 4), ParameterSplit(0)), ((4, 6), ParameterSplit(1)),
-                                              ((3, 12), ParameterSplit(1, fused=3)), ((12,), ParameterSplit(0, 3))])
+@pytest.mark.parametrize(
+    ("shape", "split"),
+    [
+        ((6, 4), ParameterSplit(0)),
+        ((4, 6), ParameterSplit(1)),
+        ((3, 12), ParameterSplit(1, fused=3)),
+        ((12,), ParameterSplit(0, 3)),
+    ],
+)
 def test_a_run_of_a_piece_is_found_in_the_whole(shape, split):
     whole, seen = torch.arange(torch.Size(shape).numel()).view(shape), []
     for rank in range(2):
-        piece = torch.cat([part.chunk(2, split.dim)[rank] for part in whole.chunk(split.fused, split.dim)],
-                          split.dim).flatten()
+        piece = torch.cat(
+            [part.chunk(2, split.dim)[rank] for part in whole.chunk(split.fused, split.dim)], split.dim
+        ).flatten()
         for start, length in ((0, piece.numel()), (1, piece.numel() - 2), (piece.numel(), 0)):
             index = places(split, torch.Size(shape), 2, rank, start, length)
             assert torch.equal(whole.flatten()[index], Shard(whole.shape, start, piece[start : start + length]).data)
@@ -156,20 +180,23 @@ def test_a_run_of_a_piece_is_found_in_the_whole(shape, split):
     assert sorted(seen) == list(range(whole.numel()))
 
 
-@pytest.mark.parametrize(("options", "told"), [
-    ({"training_type": "basic"}, "training_type basic runs one process, and 2 are to share each layer"),
-    ({"num_processes": 3}, "num_processes 3 is no multiple of tensor_parallel_size 2"),
-    ({"engine": "deepspeed", "strategy": "zero1"}, "engine deepspeed has no zero1 beside tensor_parallel_size"),
-    ({"engine": "torch"}, "engine torch has no ddp beside tensor_parallel_size"),
-    ({"engine": "torch", "strategy": "fsdp", "sequence_parallel": True}, "sequence_parallel sums gradients"),
-    ({"mixed_precision": "fp16"}, "fp16 needs a scaler that knows the ranks of tensor_parallel_size"),
-    ({"torch_compile": True}, "torch_compile does not know the exchanges"),
-    ({"optimizer": "adafactor"}, "adafactor needs whole rows and columns"),
-    ({"offload": "optimizer", "strategy": "fsdp"}, "offload and shard_group_size are not for tensor_parallel_size"),
-    ({"watch": "all"}, "watch all: tensor_parallel_size leaves a rank pieces"),
-    ({"sequence_parallel": True, "task": "causal_lm", "max_length": 33}, "max_length 33 is no multiple"),
-    ({"tensor_parallel_size": 1, "sequence_parallel": True}, "sequence_parallel shares tokens"),
-])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"training_type": "basic"}, "training_type basic runs one process, and 2 are to share each layer"),
+        ({"num_processes": 3}, "num_processes 3 is no multiple of tensor_parallel_size 2"),
+        ({"engine": "deepspeed", "strategy": "zero1"}, "engine deepspeed has no zero1 beside tensor_parallel_size"),
+        ({"engine": "torch"}, "engine torch has no ddp beside tensor_parallel_size"),
+        ({"engine": "torch", "strategy": "fsdp", "sequence_parallel": True}, "sequence_parallel sums gradients"),
+        ({"mixed_precision": "fp16"}, "fp16 needs a scaler that knows the ranks of tensor_parallel_size"),
+        ({"torch_compile": True}, "torch_compile does not know the exchanges"),
+        ({"optimizer": "adafactor"}, "adafactor needs whole rows and columns"),
+        ({"offload": "optimizer", "strategy": "fsdp"}, "offload and shard_group_size are not for tensor_parallel_size"),
+        ({"watch": "all"}, "watch all: tensor_parallel_size leaves a rank pieces"),
+        ({"sequence_parallel": True, "task": "causal_lm", "max_length": 33}, "max_length 33 is no multiple"),
+        ({"tensor_parallel_size": 1, "sequence_parallel": True}, "sequence_parallel shares tokens"),
+    ],
+)
 def test_what_cannot_be_is_refused_in_one_line(options, told):
     with pytest.raises(ConfigError) as error:
         build(TWO | options)

@@ -52,8 +52,10 @@ def _v_min(rank: int, ranks: int) -> tuple[int, int, int, int]:
     return rank, 2 * ranks - rank - 1, 2 * ranks + gap + rank, 4 * ranks + gap - rank - 1
 
 
-BLOCKS = {"v_half": BuildingBlock(_v_half, lambda ranks: (ranks + 2) // 2),
-          "v_min": BuildingBlock(_v_min, lambda ranks: (ranks + 4) // 3)}
+BLOCKS = {
+    "v_half": BuildingBlock(_v_half, lambda ranks: (ranks + 2) // 2),
+    "v_min": BuildingBlock(_v_min, lambda ranks: (ranks + 4) // 3),
+}
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,11 @@ class Squeeze:
         first_gradient = min(turn.time for turn in self.turns[0] if (turn.stage, turn.kind) == (0, I))
         last_forward = max(turn.time for turn in self.turns[0] if (turn.stage, turn.kind) == (0, F))
         always = max(row[-1].time for row in self.turns) + 1
-        self.in_turn = {"nowhere": range(always), "at the ends": range(first_gradient, last_forward + 1),
-                        "anywhere": range(0)}[where]
+        self.in_turn = {
+            "nowhere": range(always),
+            "at the ends": range(first_gradient, last_forward + 1),
+            "anywhere": range(0),
+        }[where]
 
     def run(self) -> bool:
         """Put all actions, each time the one that can begin first; whether it came to the end."""
@@ -152,8 +157,11 @@ def repeat(name: str, ranks: int, microbatches: int, costs: Costs) -> Schedule:
     """
     # Costs that are known let a rank look ahead, for one step: now and then the even pattern's order is better for it.
     even = replace(costs, forward=1, backward_input=1, backward_weight=1, latency=0)
-    tables = [squeeze(name, ranks, microbatches, timed, where)
-              for timed in ([costs] if costs == even else [costs, even]) for where in WHERE]
+    tables = [
+        squeeze(name, ranks, microbatches, timed, where)
+        for timed in ([costs] if costs == even else [costs, even])
+        for where in WHERE
+    ]
     return min((table for table in tables if table), key=lambda table: simulate(table, costs).makespan)
 
 
@@ -171,5 +179,7 @@ def _pattern(block: BuildingBlock, rank: int, ranks: int, microbatches: int) -> 
     """A rank's part of all copies of a block, in order."""
     down, up = rank, 2 * ranks - 1 - rank
     laps = list(zip(block.starts(rank, ranks), (down, up, up, down), (F, F, I, I), strict=True))
-    return sorted((Turn(start + PERIOD * copy, stage, kind) for copy in range(microbatches)
-                   for start, stage, kind in laps), key=lambda turn: turn.time)
+    return sorted(
+        (Turn(start + PERIOD * copy, stage, kind) for copy in range(microbatches) for start, stage, kind in laps),
+        key=lambda turn: turn.time,
+    )

@@ -143,8 +143,10 @@ class ScheduleBuilder:
 
     def longest(self) -> int:
         """The longest time of a rank from its first action to its last, what it owes included."""
-        return max(clock - began + sum(self.length[action.stage, W] for action in owed)
-                   for clock, began, owed in zip(self.clock, self.began, self.owed, strict=True))
+        return max(
+            clock - began + sum(self.length[action.stage, W] for action in owed)
+            for clock, began, owed in zip(self.clock, self.began, self.owed, strict=True)
+        )
 
     def schedule(self, name: str) -> Schedule:
         """The table, with what is still owed at its end."""

@@ -67,14 +67,23 @@ def stage_costs(costs: Costs, stages_per_rank: int, size: Number = 1, overhead: 
     """
     part = exact(size) / stages_per_rank
     forward, backward, weight, activation, kept = (
-        costs.of(cost, 1)[0] * part for cost in ("forward", "backward_input", "backward_weight", "activation", "kept"))
+        costs.of(cost, 1)[0] * part for cost in ("forward", "backward_input", "backward_weight", "activation", "kept")
+    )
     more = exact(overhead)
-    return Costs(forward + more, backward + more, weight + more, exact(costs.latency) * exact(size), activation, kept,
-                 None if costs.pair is None else exact(costs.pair) * part + more)
+    return Costs(
+        forward + more,
+        backward + more,
+        weight + more,
+        exact(costs.latency) * exact(size),
+        activation,
+        kept,
+        None if costs.pair is None else exact(costs.pair) * part + more,
+    )
 
 
-def build(name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs,
-          limit: Number | None = None) -> Schedule:
+def build(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs, limit: Number | None = None
+) -> Schedule:
     """A table by name.
 
     Args:
@@ -111,9 +120,16 @@ def uniform(name: str, ranks: int, microbatches: int, stages_per_rank: int | Non
     return build(name, ranks, microbatches, stages, stage_costs(Costs(), stages))
 
 
-def search(ranks: int, microbatches: Sequence[int], costs: Costs, limit: Number | None = None,
-           stages_per_rank: Sequence[int] = (2,), names: Sequence[str] = NAMES, measured_at: int | None = None,
-           overhead: Number = 0) -> list[ScheduleCandidate]:
+def search(
+    ranks: int,
+    microbatches: Sequence[int],
+    costs: Costs,
+    limit: Number | None = None,
+    stages_per_rank: Sequence[int] = (2,),
+    names: Sequence[str] = NAMES,
+    measured_at: int | None = None,
+    overhead: Number = 0,
+) -> list[ScheduleCandidate]:
     """Simulate every table, and rank them: those that fit, the fastest first (of equals the one that
     holds least), then those that do not, and why.
 
@@ -144,13 +160,20 @@ def search(ranks: int, microbatches: Sequence[int], costs: Costs, limit: Number 
                 stage = stage_costs(costs, stages, size, overhead)
                 candidates.append(_examine(name, ranks, count, stages, stage, limit, size))
     # --- those that fit, the fastest first; those that hold too much; those that there are not ---
-    return sorted(candidates, key=lambda candidate: (
-        bool(candidate.problem), candidate.timeline is None, candidate.sample_time,
-        max(candidate.timeline.peak_activations) if candidate.timeline else 0))
+    return sorted(
+        candidates,
+        key=lambda candidate: (
+            bool(candidate.problem),
+            candidate.timeline is None,
+            candidate.sample_time,
+            max(candidate.timeline.peak_activations) if candidate.timeline else 0,
+        ),
+    )
 
 
-def _examine(name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs, limit: Number | None,
-             size: Fraction) -> ScheduleCandidate:
+def _examine(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs, limit: Number | None, size: Fraction
+) -> ScheduleCandidate:
     try:
         timeline = simulate(build(name, ranks, microbatches, stages_per_rank, costs, limit), costs)
     except ConfigError as error:
@@ -160,5 +183,6 @@ def _examine(name: str, ranks: int, microbatches: int, stages_per_rank: int, cos
     if limit is not None and peak > exact(limit):
         rank = timeline.peak_activations.index(peak)
         problem = f"rank {rank} holds {float(peak):g} > {float(limit):g}"
-    return ScheduleCandidate(name, microbatches, stages_per_rank, timeline, problem,
-                             timeline.makespan / (microbatches * size))
+    return ScheduleCandidate(
+        name, microbatches, stages_per_rank, timeline, problem, timeline.makespan / (microbatches * size)
+    )

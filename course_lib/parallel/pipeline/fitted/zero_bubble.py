@@ -28,8 +28,10 @@ def fit(ranks: int, microbatches: int, costs: Costs, limit: Number) -> Schedule:
     Raises:
         ConfigError: a rank cannot hold even one micro-batch.
     """
-    boards = [_fit(ScheduleBuilder(loop(ranks), microbatches, costs, exact(limit)), *settings)
-              for settings in product((True, False), repeat=3)]
+    boards = [
+        _fit(ScheduleBuilder(loop(ranks), microbatches, costs, exact(limit)), *settings)
+        for settings in product((True, False), repeat=3)
+    ]
     return min(boards, key=ScheduleBuilder.longest).schedule("zb_auto")
 
 
@@ -114,8 +116,10 @@ def fit_v(ranks: int, microbatches: int, costs: Costs, limit: Number | None = No
         ConfigError: too few micro-batches, or too little memory to begin with.
     """
     if microbatches < 2 * ranks:
-        raise ConfigError(f"a fitted ZB-V with {microbatches} micro-batches on {ranks} ranks",
-                          f"it takes at least as many as stages, {2 * ranks}")
+        raise ConfigError(
+            f"a fitted ZB-V with {microbatches} micro-batches on {ranks} ranks",
+            f"it takes at least as many as stages, {2 * ranks}",
+        )
     most = 2 * ranks * costs.of("activation", 2 * ranks)[0] if limit is None else exact(limit)
     boards = []
     for settings in product((True, False), repeat=2):
@@ -142,9 +146,11 @@ def _fit_v(board: ScheduleBuilder, expected: list[int], spill_forward: bool, spi
         board.fill(stage, kind, allowed - board.waits[rank], spill)
 
     for _ in range(2 * total):
-        returning = [board.done[down[rank], I] < board.done[up[rank], I] and (
-            rank == ranks - 1 or board.arrival(down[rank], I) is not None or not board.left(up[rank], I))
-            for rank in range(ranks)]
+        returning = [
+            board.done[down[rank], I] < board.done[up[rank], I]
+            and (rank == ranks - 1 or board.arrival(down[rank], I) is not None or not board.left(up[rank], I))
+            for rank in range(ranks)
+        ]
         for rank in sorted(range(ranks), key=lambda rank: (not returning[rank], -rank if returning[rank] else rank)):
             stage = down[rank] if returning[rank] else up[rank]
             fill(rank, stage, I, spill=returning[rank] or spill_backward)
@@ -170,8 +176,7 @@ def _next_forward(board: ScheduleBuilder, down: int, up: int) -> int | None:
 
 
 def _warm_up_v(board: ScheduleBuilder) -> None:
-    """The first micro-batches down the V and up again, then more of both so that no rank has fewer than the one above.
-    """
+    """The first micro-batches down the V and up again, then more of both so that no rank has fewer than the one above."""
     ranks, total = board.ranks, board.microbatches
     # --- micro-batch 0 down the V, and up; on its way each rank fills its wait with forwards of its first stage ---
     for rank in range(ranks):
@@ -179,8 +184,11 @@ def _warm_up_v(board: ScheduleBuilder) -> None:
     board.put(ranks, F)
     for rank in reversed(range(ranks - 1)):
         returns = board.arrival(2 * ranks - 1 - rank, F) or 0
-        while (board.fits(rank, 2 + 2 * rank) and board.clock[rank] + board.length[rank, F] <= returns
-               and board.done[rank, F] < total - rank):
+        while (
+            board.fits(rank, 2 + 2 * rank)
+            and board.clock[rank] + board.length[rank, F] <= returns
+            and board.done[rank, F] < total - rank
+        ):
             for above in range(rank + 1):
                 board.put(above, F)
         board.put(2 * ranks - 1 - rank, F)
