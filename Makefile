@@ -19,13 +19,15 @@ setup:  ## create .venv and install the pinned packages
 train: setup  ## fine-tune MiniLM on 2 CPU processes, or on every GPU; options in ARGS="--num_epochs 1"
 	$(LAUNCH) course_lib/cli.py train --config configs/quickstart.yaml --overwrite_output_dir $(ARGS)
 
+RUFF := $(BIN)/ruff check && $(BIN)/ruff format --check
+
 # No test demands how a measured time comes out (tests/test_counted.py), so three files, which wait a lot, run at a time,
 # in the order of tests/slices.py.
 # Threads of OpenMP that wait for each other sleep: there are more of them than cores.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/pytest --dist loadfile
 
 test: setup  ## everything that needs no GPU: linters, types (tests/test_types.py), all tests
-	$(BIN)/ruff check
+	$(RUFF)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tests/gpu_sim/build.py
 	$(PYTEST) tests -m "not long" -n 3 --no-loadscope-reorder $(ARGS)
@@ -42,11 +44,11 @@ room: setup  ## one room's tests, fast and long: ROOM=planning
 	$(PYTEST) tests/$(ROOM) -n 2
 
 quick: setup  ## what to run while working: ruff and the fast tests
-	$(BIN)/ruff check
+	$(RUFF)
 	$(PYTEST) tests --quick -m "not long" -n 2
 
-check: setup  ## ruff, import-linter and mypy
-	$(BIN)/ruff check
+check: setup  ## ruff (lint and format), import-linter and mypy
+	$(RUFF)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 

@@ -55,7 +55,8 @@ def main() -> None:
         [
             "# What the tools for anybody's job cost",
             "",
-            f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {here.cpu}; `python benchmarks/attach_overhead.py`.",
+            f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {here.cpu}; "
+            "`python benchmarks/attach_overhead.py`.",
             f"A bare all-reduce of one rank takes {bare:.0f} µs of CPU time.",
             "",
             "| tool | µs more per collective |",

@@ -85,8 +85,8 @@ def main() -> None:
             "",
             f"## Planted mistakes: {caught} of {len(mistakes)} named by the line that makes them, in every order",
             "",
-            "Each is tests/gpu/planted.py's function of the same words. Alarms: findings of all ranks where the same work "
-            "is done right.",
+            "Each is tests/gpu/planted.py's function of the same words. Alarms: findings of all ranks where the same "
+            "work is done right.",
             "",
             "| # | mistake | found as | line named | alarms when right |",
             "|---|---|---|---|---|",
@@ -94,8 +94,8 @@ def main() -> None:
             "",
             "## Engines that are right",
             "",
-            "One small transformer, four steps. Apart: the largest relative difference of a loss from one process on the "
-            "CPU.",
+            "One small transformer, four steps. Apart: the largest relative difference of a loss from one process on "
+            "the CPU.",
             "",
             "| engine | ranks | kernels of all ranks | alarms | losses apart |",
             "|---|---|---|---|---|",

@@ -133,7 +133,8 @@ def main(wanted: list[str]) -> None:
                     "",
                     machine.measured_on("torch", "accelerate", "deepspeed"),
                     "",
-                    "Hosts are network namespaces of one machine, so the seconds, imports included, are of all on its cores.",
+                    "Hosts are network namespaces of one machine, so the seconds, imports included, are of all on "
+                    "its cores.",
                     "",
                     "| strategy | launcher | hosts × ranks | ranks in the run | last loss | seconds |",
                     "|" + "---|" * 6,

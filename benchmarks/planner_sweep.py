@@ -115,7 +115,7 @@ def runs(folder: Path) -> list[Run]:
 
 
 def read_small(row: dict[str, Any]) -> tuple[Plan, float]:
-    """A row of the second sweep, by the columns' titles: its plan, and the predicted over the measured step, less one."""
+    """A row of the second sweep: its plan, and the predicted over the measured step, minus 1."""
     data, micro = row["data parallelism"], row["micro batch"]
     model = gpt(row["hidden size"], row["# layers"], row["attention heads"], 50257, row["sequence length"])
     plan = Plan(

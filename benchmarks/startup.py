@@ -28,7 +28,9 @@ PEERS = {
     "a bare Python": "pass",
     "`import torch`": "import torch",
     "`import transformers`": "import transformers",
-    "`from transformers import AutoModelForSequenceClassification`": "from transformers import AutoModelForSequenceClassification",
+    "`from transformers import AutoModelForSequenceClassification`": (
+        "from transformers import AutoModelForSequenceClassification"
+    ),
     "`import accelerate`": "import accelerate",
     "`import datasets`": "import datasets",
     "`import deepspeed`": "import deepspeed",

@@ -302,10 +302,10 @@ def speed(repeats: int, steps: int, only: str) -> None:
                     (f"Load of the machine (mean of a minute, these runs included): {spread(load)}."),
                     "",
                     (
-                        f"The defaults train in {name} here. Limit: {per_token / 1e6:.1f} MFLOP of matrix products per token "
-                        f"(forward and backward), {tokens:.1f} tokens per row without padding, {rate / 1e9:.0f} GFLOP/s measured "
-                        f"here in {name} for a 1024×1024 product: the fastest row does its useful products at "
-                        f"{100 * best * tokens * per_token / rate:.0f} % of that rate."
+                        f"The defaults train in {name} here. Limit: {per_token / 1e6:.1f} MFLOP of matrix products "
+                        f"per token (forward and backward), {tokens:.1f} tokens per row without padding, "
+                        f"{rate / 1e9:.0f} GFLOP/s measured here in {name} for a 1024×1024 product: the fastest row "
+                        f"does its useful products at {100 * best * tokens * per_token / rate:.0f} % of that rate."
                     ),
                 ]
             ),

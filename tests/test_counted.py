@@ -34,8 +34,10 @@ CLOCKS = {
 SAMPLED = {"rss", "uss", "pss", "st_mtime", "ru_maxrss", "elapsed"}
 """Attributes that are."""
 ALLOWED = {
-    "system/test_machine.py::test_peak_memory_grows_with_what_is_held": "the subject is the system's own figure; pages that the test writes to are resident, 200 MB of them",
-    "system/test_machine.py::test_peak_memory_is_the_process_own_and_not_its_launcher_s": "the same: an interpreter with two modules against a test that holds 600 MB more than it",
+    "system/test_machine.py::test_peak_memory_grows_with_what_is_held": "the subject is the system's own figure; "
+    "pages that the test writes to are resident, 200 MB of them",
+    "system/test_machine.py::test_peak_memory_is_the_process_own_and_not_its_launcher_s": "the same: an interpreter "
+    "with two modules against a test that holds 600 MB more than it",
 }
 
 

@@ -72,7 +72,8 @@ def test_what_an_engine_moves_and_in_what_order(seen):
         ),
         (
             lambda seen: assert_order(seen, "reduce_scatter", "all_gather"),
-            "rank 0: no all_gather at its place in the order reduce_scatter, all_gather. It issued, in this order: all_g",
+            "rank 0: no all_gather at its place in the order reduce_scatter, all_gather. It issued, in this order: "
+            "all_g",
         ),
         (lambda seen: assert_order(seen, "all_gather", "reduce_scatter", exactly=True), "rank 0: 3 calls, not 2"),
     ],

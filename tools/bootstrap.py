@@ -60,7 +60,8 @@ ADVICE = (
     (
         r"NewConnectionError|NameResolutionError|ConnectTimeout|ProxyError|Could not fetch URL|Read timed out|"
         r"Failed to fetch|error sending request",
-        "no package index answers: check the network and proxy, or name a mirror with `pip config set global.index-url`",
+        "no package index answers: check the network and proxy, or name a mirror with `pip config set "
+        "global.index-url`",
     ),
     (
         r"No matching distribution|requires a different Python|No solution found",

@@ -67,9 +67,9 @@ def page() -> str:
             "code.",
             "",
             f"Of the {len(table)} fields of `transformers.TrainingArguments` (version 5.23) {counts['works']} have the "
-            f"same name and meaning, {counts['as']} are taken as another field or value, {counts['always']} are taken with "
-            f"the one value that always holds here, and {counts['not']} are refused in a line that says what to use. They "
-            "work on the command line and in YAML files. Defaults are this project's own.",
+            f"same name and meaning, {counts['as']} are taken as another field or value, {counts['always']} are taken "
+            f"with the one value that always holds here, and {counts['not']} are refused in a line that says "
+            "what to use. They work on the command line and in YAML files. Defaults are this project's own.",
             "",
             "| argument | | here |",
             "|---|---|---|",

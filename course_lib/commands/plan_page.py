@@ -152,8 +152,8 @@ def command(result: "Search", budget: float | None, dataset: str, width: int) ->
         if ours is best
         else (
             f"The next that it runs is {ours.plan.strategy}, at "
-            f"{ours.cost.tokens_per_second / best.cost.tokens_per_second:.0%} of that speed, which fits with a chance of "
-            f"{ours.chance:.0%}{data}:"
+            f"{ours.cost.tokens_per_second / best.cost.tokens_per_second:.0%} of that speed, which fits with a chance "
+            f"of {ours.chance:.0%}{data}:"
         )
     )
     line = to_launchers.launch_line(ours.plan, node, model, dataset=dataset, tokens=budget)

@@ -19,8 +19,8 @@ TRAINING_STATE = (
     (
         re.compile(r"global_step\d+|(zero_pp_rank|mp_rank)_.*\.pt"),
         "the sharded training state of DeepSpeed",
-        "make whole weights of it with the script that lies beside it: python zero_to_fp32.py . OUT --safe_serialization; "
-        "then add config.json and the tokenizer",
+        "make whole weights of it with the script that lies beside it: python zero_to_fp32.py . OUT "
+        "--safe_serialization; then add config.json and the tokenizer",
     ),
     (
         re.compile(r"pytorch_model_fsdp_\d+|__\d+_\d+\.distcp"),

@@ -140,8 +140,8 @@ def test_hints_name_what_is_near_and_nothing_else(capsys, tmp_path, monkeypatch)
     for line, ends in {
         "train --config nofile.yaml": "no config file nofile.yaml: name a YAML file that is there, or leave it out\n",
         "train --config quickstat.yaml": "no config file quickstat.yaml: did you mean `configs/quickstart.yaml`?\n",
-        "train --model= --training_type basic --dataset tweets": "model is empty: give a preset, a local folder or a Hub name: minilm, tiny-bert, tiny-gpt2, tiny-llama, "
-        "tiny-olmoe, tiny-mixtral\n",
+        "train --model= --training_type basic --dataset tweets": "model is empty: give a preset, a local folder or a "
+        "Hub name: minilm, tiny-bert, tiny-gpt2, tiny-llama, tiny-olmoe, tiny-mixtral\n",
         "train --strategy zero4": "option --strategy: `strategy` cannot be 'zero4': did you mean `zero3` or `zero2` or "
         "`zero1`?\n",
     }.items():

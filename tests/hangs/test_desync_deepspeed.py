@@ -152,8 +152,9 @@ def test_a_copy_that_differs_is_named_and_goes_unnoticed_without_the_guard(ends)
             ends[name][0]
             == ends[name][1]
             == (
-                f"ranks disagree after step 2 (they agreed before the first step): `{CHANGED}` of rank 1 is not that of "
-                "rank 0, by up to 0.5 (1 of 73 tensors differ): look for what that rank alone does, and resume from a "
+                f"ranks disagree after step 2 (they agreed before the first step): `{CHANGED}` of rank 1 is not that "
+                f"of rank 0, by up to 0.5 (1 of 73 tensors differ): look for what that rank alone does, and resume "
+                f"from a "
                 "checkpoint before it"
             )
         )

@@ -8,7 +8,8 @@ from course_lib.launching import gpus
 from course_lib.launching.launch_environment import check_loopback
 
 SAID = {
-    "CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors might be": "GPU 3 belongs to another process alone, or cannot be reached: `nvidia-smi` lists processes",
+    "CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors might be": "GPU 3 belongs to "
+    "another process alone, or cannot be reached: `nvidia-smi` lists processes",
     "CUDA error: out of memory": "GPU 3 is full: `nvidia-smi` lists what runs there; end it, or choose another GPU",
     "CUDA error: operation not permitted\nCUDA kernel errors": "GPU 3 cannot be used (CUDA error: operation not "
     "permitted): see whether `nvidia-smi` shows it",

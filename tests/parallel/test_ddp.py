@@ -570,7 +570,8 @@ def test_models_that_differ_between_ranks_are_told_on_every_rank(results):
                 "dtype": f"`blocks.1.weight` is parameter (16, 16) {usual} (16, 16) torch.float32".replace(
                     "32", "64", 1
                 ),
-                "frozen": "`scale` is parameter (16,) torch.float32 frozen, and was to be parameter (16,) torch.float32",
+                "frozen": "`scale` is parameter (16,) torch.float32 frozen, and was to be parameter (16,) "
+                "torch.float32",
                 "extra": "`extra` is parameter (1,) torch.float32, and was to be absent",
                 "lacks": "`scale` is missing, and was to be parameter (16,) torch.float32",
                 "buffer": "`mask` is buffer (3,) torch.float32, and was to be buffer (2,) torch.float32",

@@ -55,7 +55,7 @@ def _gpipe(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Ro
 
 
 def _looped_bfs(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Row:
-    """GPipe with several stages per rank, all micro-batches through one before the next (Lamy-Poirier 2022, section 4)."""
+    """GPipe with several stages per rank, one after the other for all micro-batches (Lamy-Poirier 2022, section 4)."""
     parts = [(lap * ranks + rank, microbatch) for lap in range(stages_per_rank) for microbatch in range(microbatches)]
     return alternate(parts, parts[::-1], warmup=len(parts))
 

@@ -176,7 +176,7 @@ def _next_forward(board: ScheduleBuilder, down: int, up: int) -> int | None:
 
 
 def _warm_up_v(board: ScheduleBuilder) -> None:
-    """The first micro-batches down the V and up again, then more of both so that no rank has fewer than the one above."""
+    """The first micro-batches down the V and up, then more of both so that no rank has fewer than the one above."""
     ranks, total = board.ranks, board.microbatches
     # --- micro-batch 0 down the V, and up; on its way each rank fills its wait with forwards of its first stage ---
     for rank in range(ranks):
