@@ -106,8 +106,9 @@ def options() -> tuple[Option, ...]:
     for section in dataclasses.fields(Config):
         docs = _field_docs(section.type)  # type: ignore[arg-type]
         listed += [
-            Option(f.name, section.name, f.type, f.default, docs[f.name]) for f in dataclasses.fields(section.type)
-        ]  # type: ignore[arg-type]
+            Option(f.name, section.name, f.type, f.default, docs[f.name])
+            for f in dataclasses.fields(section.type)  # type: ignore[arg-type]
+        ]
     return tuple(listed)
 
 

@@ -62,8 +62,8 @@ class Report:
         earlier = [
             other
             for other in misses
-            if other.case == miss.case and None not in (miss.step, other.step) and other.step < miss.step
-        ]  # type: ignore[operator]  # both are numbers
+            if other.case == miss.case and miss.step is not None and other.step is not None and other.step < miss.step
+        ]
         return min(earlier, key=lambda other: other.step or 0, default=None)
 
 

@@ -84,8 +84,8 @@ def pair(
         output.square().sum().backward()
     wanted: dict[str, Any] = {
         "A": first.weight.grad.chunk(ranks, 0)[rank],  # type: ignore[union-attr]
-        "B": second.weight.grad.chunk(ranks, 1)[rank],
-    }  # type: ignore[union-attr]
+        "B": second.weight.grad.chunk(ranks, 1)[rank],  # type: ignore[union-attr]
+    }
     mine: dict[str, Any] = {"A": columns.get_parameter("weight").grad, "B": rows.get_parameter("weight").grad}
     both: dict[str, Any] = {"output": (split.detach(), whole.detach()), "gradient of X": (split_in.grad, whole_in.grad)}
     both |= {f"gradient of {name}": (mine[name], wanted[name]) for name in wanted}

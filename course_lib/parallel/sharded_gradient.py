@@ -77,10 +77,10 @@ class ShardedGradient(Tensor):
         return f"ShardedGradient({self.of!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has no `cls`
         cls,
         operator: Any,
-        types: Any,  # type: ignore[override]  # torch's stub has no `cls`
+        types: Any,
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:

@@ -315,10 +315,10 @@ def _deepspeed(subject: ModelOnEngine, layout: Layout, batch: Tensor) -> Subject
 
     return Subject(
         model,
-        _EngineStep(engine),
+        _EngineStep(engine),  # type: ignore[arg-type]
         loss,
         batch,
-        lambda: whole(safe_get_full_grad),  # type: ignore[arg-type]
+        lambda: whole(safe_get_full_grad),
         lambda: whole(safe_get_full_fp32_param),
     )
 

@@ -79,9 +79,7 @@ class Unit:
 class FullyShardedDataParallel:
     """A module in units: each of its blocks, and the root unit, what lies outside of them (embeddings, head)."""
 
-    def __init__(
-        self, module: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], Optimizer], group: dist.ProcessGroup
-    ):
+    def __init__(self, module: nn.Module, make_optimizer: Callable[[list], Optimizer], group: dist.ProcessGroup):
         self.module = module
         members = list(blocks(module).values())
         owner = owners(module, members)  # of each parameter: a block, or the module

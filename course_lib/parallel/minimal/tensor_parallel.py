@@ -87,18 +87,11 @@ def split_pairs(module: nn.Module, pairs: Sequence[tuple[str, str]], group: dist
 
 
 def train_step(
-    module: nn.Module,
-    optimizer: Optimizer,
-    loss_function: Callable[[Tensor, Tensor], Tensor],
-    inputs: Tensor,
-    targets: Tensor,
+    module: nn.Module, optimizer: Optimizer, loss_function: Callable[..., Tensor], inputs: Tensor, targets: Tensor
 ) -> Tensor:
-    """One step; returns the mean loss. Unlike in data parallelism all ranks are given the same rows.
-
-    It is one process's loop: what is whole on every rank gets the same gradient there, and stays the same.
-    """
+    """One step; returns the mean loss. Unlike in data parallelism all ranks are given the same rows."""
     optimizer.zero_grad()
     loss = loss_function(module(inputs), targets)
     loss.backward()
-    optimizer.step()
+    optimizer.step()  # what is whole on every rank had the same gradient there, and stays the same
     return loss.detach()
