@@ -89,45 +89,61 @@ def translate(raw: Mapping[str, Any]) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     named = {name.replace("-", "_"): value for name, value in raw.items()}
     config_trainer_names.check_warmup(named)
-    precisions = [
-        f"{name} {value}"
-        for name, value in raw.items()
-        if name.replace("-", "_") in ("bf16", "fp16") and str(value).lower() == "true"
-    ]
-    given = next((str(value) for name, value in raw.items() if name.replace("-", "_") == "mixed_precision"), "auto")
-    if precisions and given not in ("auto", precisions[0].partition(" ")[0]):
-        precisions.append(f"mixed_precision {given}")
+    _check_precisions(raw, named)
     for key, value in raw.items():
         name = key.replace("-", "_")
         if name in ("bf16", "fp16"):
-            if str(value).lower() == "true":
-                if precisions[1:]:
-                    raise ConfigError(f"{' and '.join(precisions)} contradict each other", "keep one of them")
-                leaves["mixed_precision"] = name
+            leaves |= {"mixed_precision": name} if _is_true(value) else {}
         elif name in config_trainer_names.NAMES:
-            for field, own in config_trainer_names.translate(name, value, named).items():
-                given = str(named.get(field, own))
-                if name != "hub_model_id" and field != name and given.lower() != str(own).lower():
-                    raise ConfigError(f"{name} {value} and {field} {given} contradict each other", "keep one of them")
-                leaves[field] = own
+            leaves |= _of_the_trainer(name, value, named)
         elif name in TRANSLATED:
-            steps = f"{'save' if name == 'save_strategy' else 'eval'}_steps"
-            if str(value) not in ("no", "epoch", "steps"):
-                raise ConfigError(f"`{key}` cannot be {value!r}", "choose from `no`, `epoch`, `steps`")
-            if str(value) == "steps":
-                leaves.setdefault(steps, _UsualSteps(steps))
-            elif str(raw.get(steps, "none")).lower() not in ("none", "null"):
-                raise ConfigError(f"{name} {value} and {steps} {raw[steps]} contradict each other", "keep one of them")
-            else:
-                leaves[steps] = 0 if str(value) == "no" else None
+            _set_interval(leaves, raw, key)
         elif name == "resume_from_checkpoint" and str(value).lower() in ("true", "false"):
-            leaves[name] = "latest" if str(value).lower() == "true" else None
+            leaves[name] = "latest" if _is_true(value) else None
         elif name == "warmup_steps" and _is_share(value):
             leaves["warmup_ratio"] = value
         else:
             field = canonical(key)
             leaves[field] = config_trainer_names.own_value(field, value, named)
     return leaves
+
+
+def _check_precisions(raw: Mapping[str, Any], named: Mapping[str, Any]) -> None:
+    """Refuse ``bf16``, ``fp16`` and ``mixed_precision`` that contradict each other."""
+    precisions = [f"{name} {value}" for name, value in raw.items() if name in ("bf16", "fp16") and _is_true(value)]
+    given = str(named.get("mixed_precision", "auto"))
+    if precisions and given not in ("auto", precisions[0].partition(" ")[0]):
+        precisions.append(f"mixed_precision {given}")
+    if precisions[1:]:
+        raise ConfigError(f"{' and '.join(precisions)} contradict each other", "keep one of them")
+
+
+def _of_the_trainer(name: str, value: Any, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves for one of the Hugging Face Trainer's names, beside which our own may only say the same."""
+    leaves = config_trainer_names.translate(name, value, named)
+    for field, own in leaves.items():
+        given = str(named.get(field, own))
+        if name != "hub_model_id" and field != name and given.lower() != str(own).lower():
+            raise ConfigError(f"{name} {value} and {field} {given} contradict each other", "keep one of them")
+    return leaves
+
+
+def _set_interval(leaves: dict[str, Any], raw: Mapping[str, Any], key: str) -> None:
+    """Set ``save_steps`` or ``eval_steps`` by the Trainer's ``save_strategy`` or its like."""
+    name, value = key.replace("-", "_"), raw[key]
+    steps = f"{'save' if name == 'save_strategy' else 'eval'}_steps"
+    if str(value) not in ("no", "epoch", "steps"):
+        raise ConfigError(f"`{key}` cannot be {value!r}", "choose from `no`, `epoch`, `steps`")
+    if str(value) == "steps":
+        leaves.setdefault(steps, _UsualSteps(steps))
+    elif str(raw.get(steps, "none")).lower() not in ("none", "null"):
+        raise ConfigError(f"{name} {value} and {steps} {raw[steps]} contradict each other", "keep one of them")
+    else:
+        leaves[steps] = 0 if str(value) == "no" else None
+
+
+def _is_true(value: Any) -> bool:
+    return str(value).lower() == "true"
 
 
 def _is_share(value: Any) -> bool:

@@ -53,18 +53,7 @@ def changes(source: str) -> set[str]:
     place = re.compile(rf"(?!self\b|cls\b)({'|'.join(map(re.escape, imported)) or '-'})\.")
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if name not in (*ROOM, "register", "disable", "setdefault", "update", "pop", "clear", "setattr"):
-                continue  # to write a call out as text takes longer than all else here
-            called = ast.unparse(node.func)
-            if called.startswith("self.") or (name in OURS and isinstance(node.func, ast.Attribute)):
-                continue
-            if name in ROOM or re.fullmatch(r"Attention\w*Interface\.register|gc\.disable", called):
-                found.add(name if name in ROOM else called)
-            elif re.fullmatch(r"os\.environ\.(setdefault|update|pop|clear)", called):
-                found.add("os.environ")
-            elif name == "setattr" and ast.unparse(node.args[0]) in imported | {"module"}:
-                found.add("setattr")
+            found |= {_called(node, imported)}
         targets = (
             node.targets
             if isinstance(node, (ast.Assign, ast.Delete))
@@ -72,21 +61,38 @@ def changes(source: str) -> set[str]:
             if isinstance(node, (ast.AugAssign, ast.AnnAssign))
             else []
         )
-        for target in (each for whole in targets for each in (whole.elts if isinstance(whole, ast.Tuple) else [whole])):
-            if not isinstance(target, (ast.Attribute, ast.Subscript)):
-                continue
-            text = ast.unparse(target)
-            if re.match(r"(os\.)?environ\[", text):
-                found.add("os.environ")
-            elif place.match(text):
-                found.add(text.partition("[")[0])
-            elif text.endswith((".__class__", ".forward")):
-                found.add(text.rpartition(".")[2])
-            elif text.startswith("vars("):
-                found.add("vars")
-            elif text.startswith("cudnn."):
-                found.add("cudnn")
-    return found
+        parts = [each for whole in targets for each in (whole.elts if isinstance(whole, ast.Tuple) else [whole])]
+        found |= {_written(part, place) for part in parts if isinstance(part, (ast.Attribute, ast.Subscript))}
+    return found - {""}
+
+
+def _called(node: ast.Call, imported: set[str]) -> str:
+    """The function of ROOM, or the place, that a call changes; empty if none."""
+    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    if name not in (*ROOM, "register", "disable", "setdefault", "update", "pop", "clear", "setattr"):
+        return ""  # to write a call out as text takes longer than all else here
+    called = ast.unparse(node.func)
+    if called.startswith("self.") or (name in OURS and isinstance(node.func, ast.Attribute)):
+        return ""
+    if name in ROOM:
+        return name
+    if re.fullmatch(r"Attention\w*Interface\.register|gc\.disable", called):
+        return called
+    if re.fullmatch(r"os\.environ\.(setdefault|update|pop|clear)", called):
+        return "os.environ"
+    return "setattr" if name == "setattr" and ast.unparse(node.args[0]) in imported | {"module"} else ""
+
+
+def _written(target: ast.expr, place: re.Pattern) -> str:
+    """The place outside the module that an assignment writes to; empty if none."""
+    text = ast.unparse(target)
+    if re.match(r"(os\.)?environ\[", text):
+        return "os.environ"
+    if place.match(text):
+        return text.partition("[")[0]
+    if text.endswith((".__class__", ".forward")):
+        return text.rpartition(".")[2]
+    return next((name for name, start in {"vars": "vars(", "cudnn": "cudnn."}.items() if text.startswith(start)), "")
 
 
 def test_the_scan_sees_them():

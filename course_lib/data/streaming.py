@@ -76,7 +76,7 @@ class TextStream(IterableDataset[Row]):
         endless: go on with the next epoch at the end of one.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- the shape of a global batch, as a loader and a sampler name it
         self,
         shards: Readable,
         make_rows: Callable[[Sequence[Named]], Sequence[LazyRow]],

@@ -88,51 +88,95 @@ def estimate(model: Model, plan: Plan) -> Memory:
 
 def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
     """Peak memory of the GPUs of one pipeline rank."""
-    layers, predicts = rank.blocks, rank.predicts
-    recipe, shards, t = plan.bytes, plan.shards, plan.tensor
-    cross = model.extra * layers / model.layers
-    block = (model.attention + model.mlp) / t + model.norms
-    ends = vocabulary.ends(model, plan, rank)
-    elsewhere = layers * experts_elsewhere(model, plan)
-    local = layers * block + cross / t + ends - elsewhere
+    return _RankMemory(model, plan, rank).count()
 
-    trained, frozen, moments = local, 0.0, recipe.moments
-    if plan.lora_rank:
-        trained = layers * adapters.of_a_block(model, plan.lora_rank) / t
-        frozen = layers * adapters.frozen_bytes(model, plan.base_bits == 4, plan.width) / t + plan.width * (
-            cross / t + ends
+
+class _RankMemory:
+    """The terms of a pipeline rank's memory, each in a method."""
+
+    def __init__(self, model: Model, plan: Plan, rank: PipelineRank):
+        self.model, self.plan, self.rank = model, plan, rank
+        self.layers, self.width, self.tensor = rank.blocks, plan.width, plan.tensor
+        self.block = (model.attention + model.mlp) / plan.tensor + model.norms  # parameters of a block
+        self.cross = model.extra * self.layers / model.layers / plan.tensor
+        self.ends = vocabulary.ends(model, plan, rank)
+        self.elsewhere = self.layers * experts_elsewhere(model, plan)
+        self.padding = expert_padding(model, plan)  # of a block
+        self.local = self.layers * self.block + self.cross + self.ends - self.elsewhere
+        shared = vocabulary.ranks_of_vocabulary(model, plan)
+        self.head = model.vocab * model.hidden / shared if rank.predicts and model.has_head else 0
+        self.sequence = plan.sequence_length // plan.context
+        self.tokens = plan.micro_batch * self.sequence
+        self.depth = 1.0  # micro-batches in flight
+        if plan.pipeline > 1:
+            self.depth = in_flight(plan.schedule, plan.pipeline, plan.accumulation, plan.virtual, rank.rank)
+
+    def count(self) -> Memory:
+        """All terms together."""
+        parameters, gradients, optimizer, host = self._offloaded(*self._states())
+        logits = vocabulary.logits(self.model, self.plan, self.tokens, self.width) if self.rank.predicts else 0.0
+        return Memory(
+            parameters, gradients, optimizer, self._kept(), logits, self._buffers(logits), host, self._gradients_wait()
         )
-    if plan.optimizer != "adamw":
-        of_block_state, outside = optimizers.bytes_per_parameter(plan.optimizer, model)
-        moments = of_block_state if plan.lora_rank else (of_block_state * (local - ends) + outside * ends) / local
 
-    padding = expert_padding(model, plan)  # of a block
-    own = (trained + layers * padding + elsewhere) / shards  # an expert is on fewer ranks, and shared by those alone
-    parameters = recipe.parameters * (own if plan.stage >= 3 else trained) + frozen / (shards if plan.stage >= 3 else 1)
-    gradients = (recipe.gradients + recipe.accumulated) * (own if plan.stage >= 2 else trained)
-    optimizer = (recipe.master + moments) * (own if plan.stage >= 1 else trained)
-    host = 0.0
-    if plan.offload != "none":
-        host += optimizer + gradients
-        optimizer = 0.0
-        gradients /= 1 if plan.stage < 2 else max(layers, 1)  # sharded ones leave block by block
+    # --- states ---
+
+    def _trained(self) -> tuple[float, float]:
+        """Parameters that are trained, and bytes of those that are not."""
+        model, plan = self.model, self.plan
+        if not plan.lora_rank:
+            return self.local, 0.0
+        frozen = self.layers * adapters.frozen_bytes(model, plan.base_bits == 4, self.width) / self.tensor
+        return (
+            self.layers * adapters.of_a_block(model, plan.lora_rank) / self.tensor,
+            frozen + self.width * (self.cross + self.ends),
+        )
+
+    def _moments(self) -> float:
+        """Bytes of optimizer state per trained parameter, without its fp32 copy."""
+        if self.plan.optimizer == "adamw":
+            return self.plan.bytes.moments
+        of_block, outside = optimizers.bytes_per_parameter(self.plan.optimizer, self.model)
+        if self.plan.lora_rank:
+            return of_block
+        return (of_block * (self.local - self.ends) + outside * self.ends) / self.local
+
+    def _states(self) -> tuple[float, float, float]:
+        """Bytes of parameters, gradients and optimizer, before any of it is offloaded."""
+        recipe, stage, shards = self.plan.bytes, self.plan.stage, self.plan.shards
+        trained, frozen = self._trained()
+        # an expert is on fewer ranks, and shared by those alone
+        own = (trained + self.layers * self.padding + self.elsewhere) / shards
+        parameters = recipe.parameters * (own if stage >= 3 else trained) + frozen / (shards if stage >= 3 else 1)
+        gradients = (recipe.gradients + recipe.accumulated) * (own if stage >= 2 else trained)
+        optimizer = (recipe.master + self._moments()) * (own if stage >= 1 else trained)
+        return parameters, gradients, optimizer
+
+    def _offloaded(self, parameters: float, gradients: float, optimizer: float) -> tuple[float, float, float, float]:
+        """Bytes of the three states that stay on the GPU, and of all that go to the host."""
+        plan = self.plan
+        if plan.offload == "none":
+            return parameters, gradients, optimizer, 0.0
+        host = optimizer + gradients
+        gradients /= 1 if plan.stage < 2 else max(self.layers, 1)  # sharded ones leave block by block
         if plan.offload == "parameters":
-            host += parameters
-            parameters = 0.0
+            return 0.0, gradients, 0.0, host + parameters
+        return parameters, gradients, 0.0, host
 
-    width = plan.width
-    sequence = plan.sequence_length // plan.context
+    # --- activations ---
 
-    copied = (activations.key_copies(model, plan) - 1) * 2 * model.kv_heads * model.head_dim * width / t
-
-    def of_block(checkpointing: Checkpointing) -> float:
-        more = {"full": 0.0, "alternate": 0.5}.get(checkpointing, 1.0) * plan.micro_batch * sequence * copied
+    def _of_block(self, checkpointing: Checkpointing) -> float:
+        """Bytes that a block keeps of one micro-batch, and the copies of its key heads."""
+        model, plan = self.model, self.plan
+        copies = activations.key_copies(model, plan) - 1
+        copied = copies * 2 * model.kv_heads * model.head_dim * self.width / self.tensor
+        more = {"full": 0.0, "alternate": 0.5}.get(checkpointing, 1.0) * self.tokens * copied
         return more + activations.of_block(
             model,
             plan.micro_batch,
-            sequence,
-            tensor=t,
-            width=width,
+            self.sequence,
+            tensor=self.tensor,
+            width=self.width,
             flash=plan.flash,
             fused=plan.compiled,
             sequence_parallel=plan.sequence_parallel,
@@ -140,62 +184,68 @@ def of_rank(model: Model, plan: Plan, rank: PipelineRank) -> Memory:
             autocast=plan.autocasts,
         )
 
-    depth = 1.0
-    if plan.pipeline > 1:
-        depth = in_flight(plan.schedule, plan.pipeline, plan.accumulation, plan.virtual, rank.rank)
-    tokens = plan.micro_batch * sequence
-    kept = layers * of_block(plan.checkpointing) * depth
-    if plan.expert > 1 and plan.checkpointing != "full":  # copies on their way there and back, one for each choice
-        kept += layers * tokens * model.experts_per_token * TRAVELLING * width * model.hidden
-    if plan.lora_rank and plan.checkpointing != "full":
-        kept += layers * depth * adapters.kept(model, plan.lora_rank, tokens, width)
-    kept += _outside(model, plan, rank, tokens, depth)
-    logits = vocabulary.logits(model, plan, tokens, width) if predicts else 0.0
+    def _kept(self) -> float:
+        """Bytes that all blocks keep, and what is kept outside them."""
+        model, plan, layers = self.model, self.plan, self.layers
+        kept = layers * self._of_block(plan.checkpointing) * self.depth
+        if plan.expert > 1 and plan.checkpointing != "full":  # copies on their way there and back, one for each choice
+            kept += layers * self.tokens * model.experts_per_token * TRAVELLING * self.width * model.hidden
+        if plan.lora_rank and plan.checkpointing != "full":
+            kept += layers * self.depth * adapters.kept(model, plan.lora_rank, self.tokens, self.width)
+        return kept + _outside(model, plan, self.rank, self.tokens, self.depth)
 
-    buffers = 0.0
-    if plan.checkpointing in ("operators", "alternate", "full"):  # the block that is being recomputed
-        buffers += of_block("none")
-    if plan.engine == "fsdp" and plan.pipeline > 1:
-        # gathered, and summed whole, from first micro-batch to last
-        buffers += (width + recipe.gradients) * local + width * layers * padding
-    elif plan.engine == "fsdp" and (shards > 1 or plan.offload != "none"):
-        # At the loss the root's ends are gathered, and the last block, prefetched. Where that block's backward pass
-        # takes more than the logits that have gone by then: the block before it, its whole gradient, that gradient
-        # in fp32 to be reduced, and the head's, which waits for the embedding's.
-        shared = vocabulary.ranks_of_vocabulary(model, plan)
-        head = model.vocab * model.hidden / shared if predicts and model.has_head else 0
-        gathered = width * (block + padding)
-        whole = gathered + width * block + 4 * (block + padding) + width * head
-        if plan.lora_rank:
-            gathered = whole = adapters.frozen_bytes(model, plan.base_bits == 4, width) / t  # and no gradients of it
-        buffers += width * ends + gathered + max(0.0, whole - logits)
-        if plan.offload != "none":
-            buffers += recipe.parameters * (block + padding) / shards  # a piece comes from the host, to be cast
-    elif plan.engine == "deepspeed" and (shards > 1 or plan.offload != "none"):
-        buffers += 2 * width * min(DEEPSPEED_BUCKET, local)
-        if plan.stage >= 3:
-            buffers += width * min(DEEPSPEED_LIVE, local)
-    elif plan.autocasts:
-        # autocast makes the 16-bit weights anew in each forward pass, in whose backward pass matmuls have to find them;
-        # recomputed blocks let go of them when the forward pass ends
-        copies = {"full": 1.0, "alternate": (1 + depth) / 2}.get(plan.checkpointing, depth)
-        cast = (
-            layers * block
-            - elsewhere
-            + (
-                model.vocab * model.hidden / vocabulary.ranks_of_vocabulary(model, plan)
-                if predicts and model.has_head
-                else 0
-            )
-        )
-        buffers += width * cast * copies
-    if plan.base_bits == 4:
-        buffers += width * adapters.dequantized(model) / t
-    # FSDP makes a gradient when it is reduced, autograd when it is computed, and zero_grad() gives it back; engines
-    # that reduce whole gradients, and DeepSpeed, keep buckets for them.
-    made_late = plan.engine == "fsdp" or (plan.shards == 1 and plan.engine != "deepspeed")
-    wait = not made_late or plan.accumulation > 1 or plan.pipeline > 1 or plan.offload != "none"
-    return Memory(parameters, gradients, optimizer, kept, logits, buffers, host, wait)
+    # --- buffers ---
+
+    def _buffers(self, logits: float) -> float:
+        """Bytes of the block that is recomputed, of what the engine gathers, and of weights out of 4 bits."""
+        plan = self.plan
+        buffers = self._of_block("none") if plan.checkpointing in ("operators", "alternate", "full") else 0.0
+        if plan.base_bits == 4:
+            buffers += self.width * adapters.dequantized(self.model) / self.tensor
+        partitions = plan.shards > 1 or plan.offload != "none"
+        if plan.engine == "fsdp" and plan.pipeline > 1:
+            # gathered, and summed whole, from first micro-batch to last
+            gathered = (self.width + plan.bytes.gradients) * self.local
+            return buffers + gathered + self.width * self.layers * self.padding
+        if plan.engine == "fsdp" and partitions:
+            return buffers + self._gathered_by_fsdp(logits)
+        if plan.engine == "deepspeed" and partitions:
+            live = min(DEEPSPEED_LIVE, self.local) if plan.stage >= 3 else 0
+            return buffers + self.width * (2 * min(DEEPSPEED_BUCKET, self.local) + live)
+        return buffers + (self._autocast_copies() if plan.autocasts else 0.0)
+
+    def _gathered_by_fsdp(self, logits: float) -> float:
+        """Bytes of gathered weights at the loss, and by how much backward's exceed them once the logits have gone.
+
+        At the loss the root's ends are gathered, and the last block, prefetched. In that block's backward pass there
+        are the block before it, its whole gradient, that gradient in fp32 to be reduced, and the head's, which waits
+        for the embedding's.
+        """
+        plan, width, block = self.plan, self.width, self.block + self.padding
+        gathered = width * block
+        whole = gathered + width * self.block + 4 * block + width * self.head
+        if plan.lora_rank:  # no gradients of what is gathered
+            gathered = whole = adapters.frozen_bytes(self.model, plan.base_bits == 4, width) / self.tensor
+        cast = plan.bytes.parameters * block / plan.shards if plan.offload != "none" else 0.0  # a piece from the host
+        return width * self.ends + gathered + max(0.0, whole - logits) + cast
+
+    def _autocast_copies(self) -> float:
+        """Bytes of the 16-bit weights that autocast makes in each forward pass, and backward's matmuls have to find.
+
+        Recomputed blocks let go of them when the forward pass ends.
+        """
+        copies = {"full": 1.0, "alternate": (1 + self.depth) / 2}.get(self.plan.checkpointing, self.depth)
+        return self.width * (self.layers * self.block - self.elsewhere + self.head) * copies
+
+    def _gradients_wait(self) -> bool:
+        """Whether gradients stand while activations are kept.
+
+        FSDP makes a gradient when it is reduced, autograd when it is computed, and zero_grad() gives it back; engines
+        that reduce whole gradients, and DeepSpeed, keep buckets for them.
+        """
+        plan = self.plan
+        made_late = plan.engine == "fsdp" or (plan.shards == 1 and plan.engine != "deepspeed")
+        return not made_late or plan.accumulation > 1 or plan.pipeline > 1 or plan.offload != "none"
 
 
 def experts_elsewhere(model: Model, plan: Plan) -> float:

@@ -51,6 +51,15 @@ def why_not(plan: Plan, model: Model) -> str | None:
         return f"does not share experts of {model.family}, only of {', '.join(SPREAD)}"
     if plan.pipeline * plan.expert > 1 and plan.optimizer in WHOLE:
         return f"steps pipelines and shared experts by AdamW and SGD, not by {plan.optimizer}"
+    if plan.tensor > 1 and model.family not in SPLITTABLE:
+        return f"does not split single layers of {model.family}, only of {', '.join(SPLITTABLE)}"
+    if plan.lora_rank and (reason := _why_no_adapters(plan, model)):
+        return reason
+    return _why_not_in_any_model(plan)
+
+
+def _why_not_in_any_model(plan: Plan) -> str | None:
+    """Why ``course train`` runs such a plan with no model; None where it does."""
     if plan.replicas > 1 and plan.tensor > 1:
         return "does not split layers in copies of FSDP"
     if plan.offload != "none" and (
@@ -62,16 +71,12 @@ def why_not(plan: Plan, model: Model) -> str | None:
             "offloads the optimizer under ZeRO-1 and ZeRO-2, all states under ZeRO-3 and FSDP, and nothing where "
             "layers are split or in pipelines"
         )
-    if plan.tensor > 1 and model.family not in SPLITTABLE:
-        return f"does not split single layers of {model.family}, only of {', '.join(SPLITTABLE)}"
     if plan.checkpointing not in ("none", "full"):
         return "recomputes whole blocks or nothing"
     if plan.precision not in ("fp32", "tf32", "fp16", "bf16"):
         return f"does not compute in {plan.precision}"
     if plan.loss == "linear":
         return "computes all logits before the loss"
-    if plan.lora_rank and (reason := _why_no_adapters(plan, model)):
-        return reason
     if plan.optimizer not in COURSE_OPTIMIZERS:
         return f"has no optimizer {plan.optimizer}"
     if plan.optimizer != "adamw" and plan.engine == "deepspeed" and plan.offload != "none":
@@ -153,43 +158,8 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
         )
     masked = model.family in MASKED or (model.multiplied and not model.causal)
     asked: dict[str, Any] = {"model": model.name, "task": "masked_lm" if masked else "causal_lm"}
-    if plan.pipeline > 1:
-        asked |= {
-            "training_type": "pipeline",
-            "strategy": "zero1" if plan.stage else "ddp",
-            "schedule": plan.schedule,
-            "pipeline_parallel_size": plan.pipeline,
-            "data_parallel_size": plan.data,
-            "batch_size": plan.micro_batch * plan.accumulation,
-            "pipeline_chunks": plan.accumulation,
-            "split_by": "blocks",
-        }  # as the plan's memory and time were counted
-        if plan.virtual > 1:
-            asked["stages_per_rank"] = plan.virtual
-    else:
-        strategy = {
-            "ddp": "ddp",
-            "fsdp": "fsdp",
-            "deepspeed": f"zero{plan.stage}",
-            "megatron": f"zero{plan.stage}" if plan.stage else "ddp",
-        }
-        asked |= {
-            "strategy": strategy[plan.engine],
-            "batch_size": plan.micro_batch,
-            "gradient_accumulation_steps": plan.accumulation,
-        }
-        if plan.compiled and plan.engine != "deepspeed" and plan.tensor * plan.context * plan.expert == 1:
-            asked["torch_compile"] = True
-    if plan.tensor > 1:
-        chunks = plan.tensor * plan.context
-        shares_tokens = plan.sequence_parallel and plan.sequence_length % chunks == 0
-        asked |= {"tensor_parallel_size": plan.tensor, "sequence_parallel": shares_tokens}
-    if plan.context > 1:
-        asked |= _splits(plan)
-    if plan.replicas > 1:
-        asked["shard_group_size"] = plan.shards
-    if plan.expert > 1:
-        asked |= {"engine": "scratch", "expert_parallel_size": plan.expert}
+    asked |= _pipelined(plan) if plan.pipeline > 1 else _unpipelined(plan)
+    asked |= _split_layout(plan)
     asked |= {
         "max_length": plan.sequence_length,
         "mixed_precision": plan.precision if plan.precision in ("bf16", "fp16") else "no",
@@ -202,12 +172,52 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
         asked["lora_r"] = plan.lora_rank
     if plan.base_bits == 4:
         asked["load_in_4bit"] = True
-        asked.pop("torch_compile", None)
     asked |= COURSE_OPTIMIZERS[plan.optimizer]
     if dataset:
         asked["dataset"] = dataset
     if tokens:
         asked["max_steps"] = steps(plan, tokens)
+    return asked
+
+
+def _pipelined(plan: Plan) -> dict[str, Any]:
+    """Options of ``course train`` for a pipeline, cut as the plan's memory and time were counted."""
+    asked: dict[str, Any] = {
+        "training_type": "pipeline",
+        "strategy": "zero1" if plan.stage else "ddp",
+        "schedule": plan.schedule,
+        "pipeline_parallel_size": plan.pipeline,
+        "data_parallel_size": plan.data,
+        "batch_size": plan.micro_batch * plan.accumulation,
+        "pipeline_chunks": plan.accumulation,
+        "split_by": "blocks",
+    }
+    return asked | ({"stages_per_rank": plan.virtual} if plan.virtual > 1 else {})
+
+
+def _unpipelined(plan: Plan) -> dict[str, Any]:
+    """Options of ``course train`` for the sharding strategy, and torch.compile where it composes."""
+    asked: dict[str, Any] = {
+        "strategy": plan.engine if plan.engine in ("ddp", "fsdp") else f"zero{plan.stage}" if plan.stage else "ddp",
+        "batch_size": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation,
+    }
+    composes = plan.engine != "deepspeed" and plan.tensor * plan.context * plan.expert == 1 and plan.base_bits != 4
+    return asked | ({"torch_compile": True} if plan.compiled and composes else {})
+
+
+def _split_layout(plan: Plan) -> dict[str, Any]:
+    """Options of ``course train`` for layers, sequences, shards and experts that only some ranks share."""
+    asked: dict[str, Any] = {}
+    if plan.tensor > 1:
+        shares_tokens = plan.sequence_parallel and plan.sequence_length % (plan.tensor * plan.context) == 0
+        asked |= {"tensor_parallel_size": plan.tensor, "sequence_parallel": shares_tokens}
+    if plan.context > 1:
+        asked |= _splits(plan)
+    if plan.replicas > 1:
+        asked["shard_group_size"] = plan.shards
+    if plan.expert > 1:
+        asked |= {"engine": "scratch", "expert_parallel_size": plan.expert}
     return asked
 
 

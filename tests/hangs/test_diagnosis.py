@@ -40,36 +40,12 @@ from tests.waiting import until
 SECONDS = 5.0
 
 
-def call(
-    sequence,
-    name="all_reduce",
-    state=ENDED,
-    stream="0",
-    shape=(4,),
-    dtype="float32",
-    ranks=(0, 1),
-    line=10,
-    at=None,
-    peer=None,
-    root=None,
-):
-    return Call(
-        serial=sequence,
-        stream=stream,
-        sequence=sequence,
-        name=name,
-        shape=shape,
-        dtype=dtype,
-        tensors=1,
-        ranks=ranks,
-        peer=peer,
-        root=root,
-        file="train.py",
-        line=line,
-        step=sequence,
-        at=float(sequence if at is None else at),
-        state=state,
-    )
+USUAL = {"stream": "0", "shape": (4,), "dtype": "float32", "tensors": 1, "ranks": (0, 1), "peer": None, "root": None}
+
+
+def call(sequence, name="all_reduce", state=ENDED, **fields):
+    place = {"serial": sequence, "sequence": sequence, "step": sequence, "at": float(sequence), "line": 10}
+    return Call(**USUAL | place | fields, name=name, state=state, file="train.py")
 
 
 def rank(number, *calls, life="running", **more):

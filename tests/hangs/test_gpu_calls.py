@@ -34,40 +34,15 @@ from tests.torch_versions import ERRORS_OF_BACKENDS, needs
 GPU = torch.device("cuda", 0)
 
 
-def call(
-    serial,
-    sequence=1,
-    name="all_reduce",
-    stream="0",
-    state=WAITED_FOR,
-    waited=None,
-    batch=0,
-    peer=None,
-    ranks=(0, 1),
-    on_gpu=True,
-):
+USUAL = {"stream": "0", "shape": (4,), "dtype": "float32", "tensors": 1, "ranks": (0, 1), "peer": None, "root": None}
+
+
+def call(serial, sequence=1, name="all_reduce", state=WAITED_FOR, waited=None, **fields):
     """Waited for at once, unless `waited` says something else."""
+    place = {"serial": serial, "at": float(serial), "line": serial, "step": 0, "on_gpu": True}
     waited = serial if waited is None and state == WAITED_FOR else waited or 0
-    return Call(
-        serial=serial,
-        stream=stream,
-        sequence=sequence,
-        name=name,
-        shape=(4,),
-        dtype="float32",
-        tensors=1,
-        ranks=ranks,
-        peer=peer,
-        root=None,
-        file="train.py",
-        line=serial,
-        step=0,
-        at=float(serial),
-        state=state,
-        on_gpu=on_gpu,
-        batch=batch,
-        waited=waited,
-    )
+    fields = USUAL | place | fields
+    return Call(**fields, sequence=sequence, name=name, state=state, waited=waited, file="train.py")
 
 
 def rank(number, *calls, **more):
@@ -90,7 +65,7 @@ def rank(number, *calls, **more):
 
 def p2p(serial, kind, source, target, sequence=1, **more):
     peer = target if kind == "send" else source
-    return call(serial, sequence, kind, f"0:{source}>{target}:{kind}", peer=peer, **more)
+    return call(serial, sequence, kind, stream=f"0:{source}>{target}:{kind}", peer=peer, **more)
 
 
 def blamed(*sightings):

@@ -57,7 +57,7 @@ class Diagram:
         for number, line in enumerate(lines):
             self.text(MARGIN, 17 + 19 * number, line, TITLE, "start", bold=True)
 
-    def box(
+    def box(  # noqa: PLR0913 -- how a rectangle looks
         self,
         x: float,
         y: float,
