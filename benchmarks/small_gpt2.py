@@ -26,10 +26,9 @@ ENGINES = {"DDP": nn.parallel.DistributedDataParallel, "FSDP2": sharded}
 
 
 def training(engine: str, width: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
-    """A model of this hidden size, its optimizer, and a function that trains one step on random tokens.
+    """A model of hidden size ``width``, its optimizer, and a function that trains one step on random tokens.
 
-    Args:
-        engine: a key of ``ENGINES``; the process group has to stand.
+    ``engine`` is a key of ``ENGINES``; the process group has to stand.
     """
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=512, n_positions=TOKENS, n_embd=width, n_layer=4, n_head=4)

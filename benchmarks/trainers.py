@@ -176,7 +176,11 @@ def hugging_face(
 
     Args:
         steps: of the optimizer; -1 for whole epochs.
+        seed: of everything random.
         identical: take our trainers' rows in our order, and decay the weights as they do; else its own defaults.
+        drop: keep the model's dropout.
+        logging_steps: steps between two logged losses.
+        epochs: how many, where ``steps`` is -1; None: accuracy is not measured.
     """
     from transformers import DataCollatorWithPadding
 
@@ -351,6 +355,8 @@ def accuracy(seeds: int, epochs: int, keep: Path | None) -> None:
     """The table of test accuracies: neither the order of rows grouped by length nor other kernels may cost any.
 
     Args:
+        seeds: how many; each gives one run of each trainer.
+        epochs: of each run.
         keep: a JSON file that gets each run's accuracy as it ends; those that it has are not run again.
     """
     systems: dict[str, Callable[[int], float]] = {

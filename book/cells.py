@@ -112,8 +112,7 @@ def _is_arithmetic(statement: ast.stmt) -> bool:
         return False
     return all(
         ast.unparse(call.func) in COUNTING | SHOWN_IN
-        or isinstance(call.func, ast.Attribute)
-        and call.func.attr in METHODS
+        or (isinstance(call.func, ast.Attribute) and call.func.attr in METHODS)
         for call in calls
     )
 

@@ -47,11 +47,7 @@ class ExtraError(CourseError):
 
 
 def explain(error: ModuleNotFoundError, command: str) -> ExtraError | None:
-    """What to say of a package that was not found; None where no extra brings it, so that it is a defect.
-
-    Args:
-        command: of ours that needs it.
-    """
+    """What to say where ``command`` needs a package that was not found; None where no extra brings it: a defect."""
     package = (error.name or "").partition(".")[0]
     extras = [extra for extra, packages in BROUGHT_BY.items() if package in packages]
     if not extras:

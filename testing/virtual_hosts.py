@@ -156,7 +156,8 @@ def torchrun(
     """What ``torchrun --nnodes MIN:MAX --nproc_per_node RANKS`` does, its ranks forked rather than started anew.
 
     Args:
-        function: what each rank calls, with ``args``.
+        function: what each rank calls.
+        *args: the function's arguments.
         nodes: fewest and most machines.
         ranks: of this machine.
         endpoint: address and port at which the machines meet.

@@ -111,7 +111,7 @@ def test_everything_that_the_course_pulls_in_is_pinned():
     while waiting:
         requirement, extra = waiting.pop()
         name = canonicalize_name(requirement.name)
-        if name.startswith(CUDA) or requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+        if name.startswith(CUDA) or (requirement.marker and not requirement.marker.evaluate({"extra": extra})):
             continue
         for wanted in {"", *requirement.extras} - {taken for known, taken in seen if known == name}:
             seen.add((name, wanted))

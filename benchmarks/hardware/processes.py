@@ -97,8 +97,8 @@ def not_begun(section: Section, why: str, logs: Path) -> Outcome:
 def run(section: Section, settings: Settings, logs: Path, seconds: float = inf) -> Outcome:
     """Run a section to its end or its limit; every process that it started is ended.
 
-    Args:
-        seconds: that it may take at most, of what there is for all; its own limit may be less.
+    Its output goes to a file in the folder ``logs``. Its limit is its own or, if less, ``seconds``, its share of the
+    time for all sections.
     """
     started, room = time.monotonic(), settings.room(section.name)
     found, log = room / "findings.json", logs / f"{section.name}.log"

@@ -93,11 +93,7 @@ def _reachable(repo: str) -> str:
 
 @contextlib.contextmanager
 def _said(repo: str, safe: str) -> Iterator[None]:
-    """One line for whatever the Hub's client raises.
-
-    Args:
-        safe: what was not lost, and what to do.
-    """
+    """One line for whatever the Hub's client raises about ``repo``; ``safe`` says what was not lost, and what to do."""
     try:
         yield
     except HFValidationError as error:

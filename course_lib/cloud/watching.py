@@ -127,6 +127,7 @@ def fetch(description: Mapping[str, Any], folder: Path, boto_session: Any) -> Pa
     Args:
         description: what :func:`follow` returned.
         folder: becomes the model's folder, which ``from_pretrained`` loads.
+        boto_session: whose S3 client downloads the model.
     """
     bucket, key = split(description["ModelArtifacts"]["S3ModelArtifacts"])
     with tempfile.TemporaryDirectory() as beside:

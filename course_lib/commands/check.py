@@ -90,8 +90,8 @@ def _named(word: str, tasks: "dict[str, Task]") -> str:
 def _parsed(path: Path, tasks: str | None) -> dict[str, bool] | None:
     """By grade_id, whether a notebook's answer cells are Python; what is wrong, and what is not run, is printed.
 
-    Args:
-        tasks: names, or their functions', with commas between: the others' cells are not looked at.
+    ``tasks`` has names, or their functions', with commas between: the others' cells are not looked at.
+
     Returns:
         None: not a notebook, or one that `_sources` refuses.
     Raises:

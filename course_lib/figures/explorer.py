@@ -34,7 +34,9 @@ def view(
         ranks: ranks of the pipeline.
         microbatches: micro-batches of one step.
         stages_per_rank: where the schedule takes any number; else it takes its own.
-        forward: time of F of one micro-batch in all stages of a rank; ``input`` and ``weight`` likewise.
+        forward: time of F of one micro-batch in all stages of a rank.
+        input: the same for I, the gradient of the input.
+        weight: the same for W, the gradient of the weights.
         message: time of a message between two ranks.
 
     Raises:

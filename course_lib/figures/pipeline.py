@@ -313,7 +313,8 @@ def step_times(candidates: Sequence[ScheduleCandidate]) -> Figure:
     """Time of a step against the number of micro-batches that the batch is cut into, and how much of it is idle.
 
     Args:
-        found: one schedule with several numbers of micro-batches, in any order; all of them have a time line.
+        candidates: one schedule with several numbers of micro-batches, in any order; those without a time line are
+            left out.
     """
     points = sorted(
         (candidate.microbatches, float(candidate.timeline.makespan), float(candidate.timeline.bubble))

@@ -39,10 +39,8 @@ def load(path: Path) -> ModuleType:
 
 
 def hidden_cases(task: Task, rng: random.Random, folder: Path | None = None) -> list[Case]:
-    """The hidden cases of a task, drawn from ``rng``.
+    """The hidden cases of ``task``, drawn from ``rng``; the solutions folder is by default the one beside the package.
 
-    Args:
-        folder: the solutions folder, by default the one beside the package.
     Raises:
         DataError: there are none for it.
     """

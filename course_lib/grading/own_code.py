@@ -26,7 +26,8 @@ def run(source: str, file: str) -> dict[str, Any]:
     is there, and shows nothing.
 
     Args:
-        file: to compile it under.
+        source: the answer's text.
+        file: name to compile it under.
     Returns:
         The names that it has then.
     """
@@ -76,6 +77,7 @@ def told(error: BaseException, file: str | None, source: str = "") -> str:
     """An exception in a line: type, message, and the last line of the learner's code that it went through.
 
     Args:
+        error: its traceback is searched for that line.
         file: that this code was compiled under.
         source: its text; empty where `linecache` knows it.
     """

@@ -68,9 +68,5 @@ class Report:
 
 
 def of_case(task: Task, case: Case, seen: Sequence[Observation], place: str) -> list[Finding]:
-    """The findings in one of several cases, which say where it stands among them.
-
-    Args:
-        place: ``case 2 of 4``.
-    """
+    """The findings in one of several cases; their ``case`` begins with ``place``, such as ``case 2 of 4``."""
     return [replace(finding, case=finding.case and f"{place}: {finding.case}") for finding in task.judge(case, seen)]

@@ -74,9 +74,13 @@ def kind(value: Any) -> str:
 def near(
     seen: Seen, key: str, expected: Sequence[Plain], tolerance: float = 1e-4, first_step: int | None = None
 ) -> Miss | None:
-    """Whether each rank's array is its expected one; tolerance relative to the largest, and absolute below 1.
+    """The first miss where a rank's array is not its expected one; None where all are.
 
     Args:
+        seen: all ranks' observations, by rank.
+        key: name of the array in them.
+        expected: the right arrays, by rank.
+        tolerance: relative to each number plus the array's largest one (0.001 if that is smaller).
         first_step: number of the first step, where the arrays have an entry for each: the first that is wrong is told.
     """
     import numpy as np

@@ -43,8 +43,11 @@ def grade_source(
     which a rank gives no observation. Whatever the answer does lowers its own points at most.
 
     Args:
+        task: that is answered.
         source: Python text that defines the task's function; None where there is no answer.
         hidden: cases that the learner does not know; None grades by the public ones alone.
+        limits: on all cases together.
+        sandbox: where the answer runs.
         stop: set by another thread, ends the sandbox.
     Raises:
         Stopped: it was.

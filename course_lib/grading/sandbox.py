@@ -75,6 +75,7 @@ class Sandbox:
 
         Args:
             job: an open file at its beginning, read as standard input.
+            limits: on time, memory, processes, files and output.
             started: what that process writes first; the answer's seconds count from then.
             stop: set by another thread, ends it.
         """

@@ -79,7 +79,7 @@ def unpack(data: bytes) -> Plain:
         if not fits or len(node) != 1:
             raise NotPlain("no array of a known kind")
         count, dtype = math.prod(shape), np.dtype(name)
-        if count * dtype.itemsize > len(data) - at or not count and math.prod(s or 1 for s in shape) > len(data):
+        if count * dtype.itemsize > len(data) - at or (not count and math.prod(s or 1 for s in shape) > len(data)):
             raise NotPlain("an array beyond the end")
         values = np.frombuffer(data, dtype, count, at).reshape(shape).copy()
         at += count * dtype.itemsize

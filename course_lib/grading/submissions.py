@@ -236,7 +236,7 @@ def _of_several(names: Sequence[str], lessons: set[str]) -> bool:
     files = {PurePosixPath(name).stem for name in names if "/" not in name}
     if folders == {"submitted"}:
         return True
-    return len(folders) > 1 and not files or len(files) > 1 and not folders and not files & lessons
+    return (len(folders) > 1 and not files) or (len(files) > 1 and not folders and not files & lessons)
 
 
 def _read(file: Path, most: int) -> bytes:

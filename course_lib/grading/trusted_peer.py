@@ -49,6 +49,7 @@ def follow(announced: int, number: float) -> dict[str, Any]:
 
     Args:
         announced: descriptor of lines ``all_reduce 4096 torch.float32``.
+        number: value of each element that this rank contributes.
     Returns:
         ``joined``, what came about, as `rules.made_by` has it; ``arrived``, the all-reduces' results one behind the
         other, fp64; ``left``, what was announced and is neither an all-reduce nor a barrier, else None: then this rank

@@ -42,11 +42,7 @@ class Topic:
     part: int = 0
 
     def told(self, ranks: "GatheringRanks", odd: Sequence[int]) -> str:
-        """The difference in words; a collective call.
-
-        Args:
-            odd: the ranks of one part, which disagree.
-        """
+        """The difference between the ranks ``odd`` of one part, which disagree, in words; a collective call."""
         facts = ranks.gather(self.facts())
         if name := _first_difference([facts[rank] for rank in odd]):
             return f"{name} is {ranks.by_value({rank: facts[rank].get(name, 'absent') for rank in odd})}"
@@ -191,6 +187,7 @@ def compare(topics: Sequence[Topic], when: str, ranks: GatheringRanks) -> None:
     Args:
         topics: in the order in which they are looked at; as many on every rank.
         when: for the message, for example ``after step 100``.
+        ranks: that are compared.
     Raises:
         DesyncError: on every rank, with the first thing that differs, and each rank's value.
     """

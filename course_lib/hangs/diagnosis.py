@@ -88,7 +88,9 @@ def is_hang(sightings: Sequence[RankSnapshot], rank: int, seconds: float) -> boo
     BUSY_FACTOR times as long.
 
     Args:
+        sightings: every rank's, by rank.
         rank: who asks; it has made no progress for ``seconds`` itself.
+        seconds: that a rank may go without progress.
     """
     if all(call.ended for peer in sightings for call in peer.calls) and all(
         peer.life in ("running", "unseen", "late") for peer in sightings
@@ -168,8 +170,7 @@ def _holds_up(who: RankSnapshot, call: Call) -> bool:
 def _is_elsewhere(sighting: RankSnapshot, tells: bool) -> bool:
     """Whether a rank to blame is busy with something else.
 
-    Args:
-        tells: for its GPU's calls others of its circle spin, and it does not.
+    With ``tells``, its waits in calls on a GPU do not count: others of its circle spin in theirs, and it does not.
     """
     return sighting.life in ("running", "late") and not any(
         call.state == WAITED_FOR and not (tells and call.on_gpu) for call in sighting.calls

@@ -37,8 +37,7 @@ def start_ticks(pid: int) -> int:
 def process_state(pid: int, started: int) -> Literal["running", "stopped", "dead"]:
     """What the kernel says of a process of this machine.
 
-    Args:
-        started: its `start_ticks`; another process may have got its number.
+    ``started`` is its `start_ticks`: another process may have got its ``pid``.
     """
     try:
         fields = _stat(pid)

@@ -50,6 +50,7 @@ class Pending:
         """Follow a call that was just issued on the calling thread; False where it needs no following.
 
         Args:
+            serial: the call's number on this rank.
             work: None: it is in the current stream of ``device``, or has ended.
             device: a GPU, or None for the CPU.
         """

@@ -190,11 +190,7 @@ class RankState:
             self.memory[_at(slot) : _at(slot) + CALL_SIZE] = content
 
     def mark(self, serial: int, state: int, waited: int = 0) -> None:
-        """Set the state of a call that is still kept.
-
-        Args:
-            waited: of one that has not ended, as `Call` has it.
-        """
+        """Set the state of a call that is still kept and, unless it has ended, ``waited``; both as in `Call`."""
         start = self._start(serial)
         if start is None:
             return
@@ -215,6 +211,10 @@ def read_page(content: bytes, rank: int, pid: int, host: str, life: Life, now: f
     """What a page says.
 
     Args:
+        content: SIZE bytes.
+        rank: that wrote it.
+        pid: of its process.
+        host: of its machine.
         life: what the kernel says of the process, where it can be asked.
         now: by the clock of the page's writer.
     """

@@ -116,6 +116,7 @@ class HangReport:
         """Write ``hang-rank{R}.txt`` and ``.json``.
 
         Args:
+            folder: where; it is made if need be.
             sightings: for each rank's last calls.
             backend: what the backends' own flight recorders hold, or None.
         Raises:

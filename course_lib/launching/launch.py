@@ -53,6 +53,7 @@ def launch(
 
     Args:
         function: also one defined in a notebook cell.
+        *args: its positional arguments.
         num_processes: ranks; one rank runs in a process of its own too.
         timeout: seconds until ranks that still run are ended, without those in which one of them waits for a core.
         device: ``cpu``, ``cuda``, or ``auto``: the GPUs where there are enough, else the CPU.
@@ -62,6 +63,7 @@ def launch(
             of this moment, and of modules that the caller has changed they see nothing. Default: fork on Linux, but
             forkserver where there are GPUs or an old OpenMP, and spawn on macOS.
         stream: show what the ranks print, line by line, each labelled with its rank.
+        **kwargs: the function's keyword arguments.
     Raises:
         CourseError: a rank raised it; it is raised here as it was.
         RankError: a rank raised something else, or died.

@@ -305,8 +305,7 @@ def is_consequence(error: BaseException) -> bool:
     return (
         type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
         or "gloo/" in str(error)
-        or bool(frames)
-        and any(place in frames[-1].filename for place in _OF_GROUPS)
+        or (bool(frames) and any(place in frames[-1].filename for place in _OF_GROUPS))
     )
 
 

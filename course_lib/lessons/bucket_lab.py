@@ -82,6 +82,8 @@ def buckets_over_link(
 
     Args:
         ways: bytes at which a bucket is closed, by name.
+        layers: blocks of the GPT-2.
+        width: of its hidden state.
         rows: of a step, over all ranks.
         tries: an odd number.
     """

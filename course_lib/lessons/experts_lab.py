@@ -58,6 +58,7 @@ def gradients(model: nn.Module, experts: nn.Module) -> tuple[Tensor, Tensor]:
     """Of all but the experts, as one row; and (own experts, numbers of one) of this rank's experts.
 
     Args:
+        model: after a backward.
         experts: modules with ``gate_up`` and ``down``, or the library's :class:`Experts`.
     """
     of_experts = list(experts.parameters())
@@ -101,7 +102,9 @@ def train_on_rows(model: Any, rows: Callable[[int], Tensor], steps: int, average
     """The ranks' mean loss by step.
 
     Args:
+        model: gives a ``loss`` for ``input_ids`` and ``labels``; trained in place.
         rows: (rows of all ranks, tokens) int64 of a step.
+        steps: of the optimizer.
         average: makes gradients those of all ranks.
     """
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
@@ -154,6 +157,10 @@ def long_training(
     """Train with the library's layer on all ranks.
 
     Args:
+        build: makes the lesson's model.
+        batch: (inputs, targets) of all ranks, of a step.
+        k: experts that a token goes to.
+        steps: of the optimizer.
         remedy: None, ``bias``, ``auxiliary loss`` or ``z-loss``.
         capacity_factor: None drops nothing.
     Returns:

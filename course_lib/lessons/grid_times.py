@@ -66,6 +66,8 @@ class Training:
         """Seconds of a step: of computing, of each axis' bytes with nothing hidden, and of waiting in the pipeline.
 
         Args:
+            grid: the size of each axis.
+            machines: the cluster.
             order: of the axes over the ranks, from the outermost to the innermost.
         """
         sizes, stride, speed = {axis: getattr(grid, axis) for axis in AXES}, 1, {}

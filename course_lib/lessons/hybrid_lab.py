@@ -193,6 +193,8 @@ def step_on(grid: RankGrid, work: Work, schedule: str = "1f1b", device: torch.de
     """One forward and backward of a global batch; embedding and head on the first and the last stage.
 
     Args:
+        grid: the size of each axis.
+        work: the model and its batch.
         schedule: of each pipeline, by its name.
         device: of this rank's share; one process's gradients, to compare with, are always computed on the CPU.
     """

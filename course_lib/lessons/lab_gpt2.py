@@ -38,8 +38,7 @@ def gpt2_config(
 def gpt2(layers: int, width: int, tokens: int, vocabulary: int, **others: Any) -> GPT2LMHeadModel:
     """The same weights on every call and every rank, on the CPU; it seeds torch with 0.
 
-    Args:
-        layers, width, tokens, vocabulary, **others: of :func:`gpt2_config`.
+    The arguments are those of :func:`gpt2_config`.
     """
     torch.manual_seed(0)
     model = GPT2LMHeadModel(gpt2_config(layers, width, tokens, vocabulary, **others))

@@ -58,7 +58,10 @@ def over_slow_link(
     would have let it. What is slow about it costs no computation, as on a GPU's own network card.
 
     Args:
+        build: makes the model.
         rows: of this rank in a step.
+        link: that the all-gathers go over.
+        prefetch: gather a block while the one before it computes.
         tries: steps, an odd number.
         reductions: reduce-scatters go over the link too.
 
@@ -113,7 +116,9 @@ def overlaps(build: Build, rows: Sequence[int], balanced: int, tries: int = 5) -
     machine does meets the prediction as it meets the measurement.
 
     Args:
-        rows: per rank, for each of the experiments; ``balanced`` is one of them.
+        build: makes the model.
+        rows: per rank, for each of the experiments.
+        balanced: one of ``rows``.
         tries: steps of each way; an odd number.
     """
     engines = {prefetch: _slow_engine(build, prefetch) for prefetch in (False, True)}

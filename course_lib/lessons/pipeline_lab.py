@@ -113,6 +113,7 @@ def measure(
     """Run tables, all for the same number of ranks, each the same number of times, and keep every try.
 
     Args:
+        schedules: the tables, by name.
         costs: in ms; messages take what they take.
         tries: of each table; an odd number, so that one of them has the median bubble.
         timeout: seconds for all of them.
@@ -219,6 +220,7 @@ def split(
         ids: [B, L], of which each micro-batch gets as many rows.
         engine: ``PipelineExecutor`` or ``TorchPipeline``.
         tied: add up the gradients of weights that several stages share.
+        timeout: seconds for all tables.
     """
     ranks = {schedule.ranks for schedule in schedules.values()}
     by_rank = launch(

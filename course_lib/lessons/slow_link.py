@@ -63,7 +63,9 @@ def timeline(
     Args:
         blocks: alike, one after the other.
         forward: seconds that a block computes.
-        gather: seconds that the link is busy with a block's all-gather; ``reduce`` with its reduce-scatter.
+        gather: seconds that the link is busy with a block's all-gather.
+        reduce: seconds that it is busy with a block's reduce-scatter.
+        prefetch: gather a block while the one before it computes.
         root: the same for the root's all-gather, at the beginning, and reduce-scatter, at the end.
     """
     link: list[tuple[str, int, float, float]] = []

@@ -107,7 +107,10 @@ def train(shape: Shape, steps: int, seed_by_rank: bool = False, dropout: float =
     """Train a split model on some batches; this rank's losses, and how far the ranks' final norms have drifted apart.
 
     Args:
+        shape: of the model and its batches.
+        steps: batches to train on.
         seed_by_rank: give each rank its own dropout masks.
+        dropout: probability of it.
     """
     model: Any = _engine("scratch", shape.model(dropout))
     torch.manual_seed(1 + seed_by_rank * dist.get_rank())
@@ -153,6 +156,7 @@ def watch(shape: Shape, engine: str = "scratch", **options: Any) -> WatchedSplit
     """One forward and backward under the meter.
 
     Args:
+        shape: of the model and its batch.
         engine: ``whole``, ``scratch`` or ``torch``.
         **options: of :class:`TensorParallel` or :class:`TorchTensorParallel`.
     """

@@ -75,6 +75,7 @@ def ring_bytes(name: str, size: int, ranks: int, position: int = 0, root: int = 
     Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009, section 3.
 
     Args:
+        name: of the collective, one of those above.
         size: payload in bytes, as in `Collective.bytes`.
         ranks: N.
         position: of this rank in the group, for those with a root.

@@ -42,6 +42,7 @@ def on_ranks(
     """Run a function on CPU ranks over gloo, whose default process group stands, and note its collectives.
 
     Args:
+        count: of ranks.
         function: may be one within a test; called with what ``setup`` returned, where there is one.
         setup: called before it on each rank; its collectives are not noted.
         timeout: seconds.
@@ -73,6 +74,7 @@ def assert_moved(
     """Every rank issued a collective, as often and with as many bytes as said.
 
     Args:
+        seen: what the ranks did, or one rank's meter.
         collective: as :class:`~course_lib.metering.collective_log.Collective` names it.
         calls: how many; 0: none. At least one where nothing is said.
         bytes: of payload, all calls together.
@@ -111,6 +113,8 @@ def assert_order(seen: Seen, *names: str, axis: str | None = None, exactly: bool
     """Every rank issued these collectives in this order; others may be between them.
 
     Args:
+        seen: what the ranks did, or one rank's meter.
+        *names: of the collectives, in order.
         axis: of those over this axis alone.
         exactly: these and no others.
     Raises:

@@ -143,8 +143,7 @@ def describe(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 def _attention(args: Sequence[Any], backward: bool) -> int:
     """FLOPs of fused attention: 2 products forward; backward 5, the scores once more among them.
 
-    Args:
-        args: queries [B, H, S, D], keys [B, K, T, D], values [B, K, T, E], after the output's gradient in a backward.
+    ``args``: queries [B, H, S, D], keys [B, K, T, D], values [B, K, T, E], after the output's gradient in a backward.
     """
     queries, _, values = (tensor.shape for tensor in args[backward : 3 + backward])
     scores = math.prod(queries[:3]) * values[2]

@@ -38,6 +38,10 @@ def measure_seconds(
 
     Args:
         model: takes ``input_ids``; left where it is.
+        blocks: names of the blocks.
+        length: tokens.
+        device: to measure on.
+        tries: forwards that are timed, after one more to warm up.
     """
     clock = Clock(device)
     modules = [model.get_submodule(name) for name in blocks]

@@ -160,8 +160,15 @@ def attention(
 
     Args:
         module: whose ``context_parallel`` is set.
-        query: (rows, heads, tokens, width); key and value with as many heads or fewer.
+        query: (rows, heads, tokens, width).
+        key: (rows, key heads, tokens, width); the heads are a multiple of the key heads.
+        value: as ``key``.
         attention_mask: None, since transformers makes no mask for attention that it does not know.
+        scaling: of the scores; 1 / sqrt(width) by default.
+        dropout: 0; any other is refused.
+        is_causal: a query sees no key after itself; None: as the module's ``is_causal``.
+        sliding_window: None, or at least the sequence's length.
+        **others: None, or known to change nothing here, such as ``position_ids``.
     Returns:
         (rows, tokens, heads, width), and no weights.
     Raises:

@@ -28,8 +28,7 @@ def deal_out(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 def _best(costs: Sequence[float], stages: int, add: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
     """The least score and its cuts, by dynamic programming: the first stage, then the best of what is left.
 
-    Args:
-        add: the score of a stage's cost and of the score of all stages after it.
+    ``add`` makes one score of a stage's cost and the score of all stages after it.
     """
     totals = [0.0, *itertools.accumulate(costs)]
     units = len(costs)

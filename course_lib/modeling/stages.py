@@ -82,6 +82,8 @@ def split_evenly(
     """Cut a model so that the dearest stage costs least; embeddings and head count too.
 
     Args:
+        model: of transformers, with a head.
+        stages: how many.
         by: ``flops`` of a forward, ``parameters``, or ``seconds``, measured on the device, where ranks may differ; or
             ``blocks``, of which each stage has as many as the planner gives it, whatever the ends cost.
         length: tokens of the sequence that flops and seconds are found with, or as many as the model can place.
@@ -110,6 +112,7 @@ def split_at(model: nn.Module, spec: Mapping[str, str]) -> Split:
     """Cut a model at named blocks.
 
     Args:
+        model: of transformers, with a head.
         spec: by a block's name, ``beginning`` to cut before it or ``end`` to cut after it, as in
             ``{"transformer.h.5": "end"}``.
     Raises:

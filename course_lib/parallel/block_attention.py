@@ -47,6 +47,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float
         query: (rows, heads, queries, width).
         key: (rows, key heads, keys, width); the heads are a multiple of the key heads.
         value: as ``key``.
+        block: which of the keys each query sees.
+        scale: of the scores.
     Returns:
         output: as ``query``, as if there were no other keys, in float32 or wider; 0 where none is seen.
         log_sum: (rows, heads, queries), logarithm of the sum of the scores' exponentials; -inf where none is seen.
@@ -75,9 +77,13 @@ def attend_backward(
 
     Args:
         gradient: of the output over all keys, as ``query``.
-        query: as for :func:`attend`, and so ``key`` and ``value``.
+        query: as for :func:`attend`.
+        key: as for :func:`attend`.
+        value: as ``key``.
         output: over all keys, as ``query``.
         log_sum: over all keys, (rows, heads, queries).
+        block: as for :func:`attend`.
+        scale: of the scores.
     Returns:
         Of query, key and value, in their shapes; in float32 or wider where no kernel computes them.
     """

@@ -56,6 +56,7 @@ def all_reduce(tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: dis
     Args:
         tensor: the same shape and dtype on every rank.
         op: ``AVG`` is for floating-point tensors.
+        group: the N ranks; None: all ranks.
     Raises:
         ConfigError: an operation that the dtype does not have, or a rank outside the group.
     """
@@ -85,6 +86,7 @@ def reduce_scatter(
         output: this rank's part of the result, of the shape of ``input_list[rank]``; may be that very tensor.
         input_list: tensor i has the same shape and dtype on every rank.
         op: ``AVG`` is for floating-point tensors.
+        group: the N ranks; None: all ranks.
     Raises:
         ConfigError: lists, shapes or operations that don't fit, or a rank outside the group.
     """
@@ -116,6 +118,7 @@ def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, group: dist.Proces
     Args:
         tensor_list: to be filled; tensor i has the shape and dtype of rank i's ``tensor``.
         tensor: this rank's; may be ``tensor_list[rank]`` itself.
+        group: the N ranks; None: all ranks.
     Raises:
         ConfigError: lists or shapes that don't fit, or a rank outside the group.
     """
@@ -143,6 +146,7 @@ def all_to_all(
     Args:
         output_list: to be filled; tensor i has the shape and dtype of what rank i sends here.
         input_list: tensor i is for rank i.
+        group: the N ranks; None: all ranks.
     Raises:
         ConfigError: lists or shapes that don't fit, or a rank outside the group.
     """
@@ -164,6 +168,7 @@ def broadcast(tensor: Tensor, src: int = 0, group: dist.ProcessGroup | None = No
     Args:
         tensor: the same shape and dtype on every rank.
         src: the rank in the whole job, not in the group, that has it.
+        group: the N ranks; None: all ranks.
     Raises:
         ConfigError: a rank outside the group.
     """

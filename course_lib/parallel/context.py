@@ -195,11 +195,18 @@ def bytes_sent(
     itemsize: int,
     backward: bool = False,
 ) -> int:
-    """What a rank sends in one forward, or one backward, without documents.
+    """Bytes that a rank sends in one forward, or one backward, without documents.
 
     Args:
+        method: as for :func:`context_attention`.
+        ranks: that hold the sequence.
+        rows: sequences of the batch.
+        heads: of the query.
+        key_heads: of key and value.
         tokens: of one rank.
+        width: of a head.
         itemsize: bytes of a number of the query, at most 4 or, for the ring's gradients, 8.
+        backward: count a backward, not a forward.
     """
     block = 2 * rows * key_heads * tokens * width
     if method == "ulysses":

@@ -315,8 +315,7 @@ def average_gradients(
 def in_buckets(tensors: Iterable[AnyTensor], first_bytes: int, bytes_each: int) -> list[list[AnyTensor]]:
     """Part tensors, in order, into lists of one dtype and device that are closed once they hold so many bytes.
 
-    Args:
-        first_bytes: size at which the first list is closed; ``bytes_each`` for the others.
+    The first list is closed at ``first_bytes``, the others at ``bytes_each``.
     """
     closed: list[list[AnyTensor]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[AnyTensor]] = {}

@@ -134,13 +134,17 @@ def capacity(tokens: int, k: int, experts: int, factor: float) -> int:
 
 
 def bytes_sent(copies: int, ranks: int, experts: int, width: int, itemsize: int, backward: bool = False) -> int:
-    """What a rank sends in one forward, or one backward, of one layer.
+    """Bytes that a rank sends in one forward, or one backward, of one layer.
 
     Each of its copies that goes to another rank, and each output that it owes another rank; backward their gradients,
     as many. In the forward the counts go first, in int64.
 
     Args:
         copies: :attr:`Dispatch.away`; with an even router 2 (N - 1) / N times what the rank's tokens have.
+        ranks: N.
+        experts: on all ranks together.
+        width: of a token.
         itemsize: bytes of a number of a token.
+        backward: count a backward, not a forward.
     """
     return copies * width * itemsize + (0 if backward else (ranks - 1) * experts // ranks * 8)

@@ -125,6 +125,7 @@ def balance_loss(routing: Routing, group: Group = None) -> Tensor:
     means would be another loss.
 
     Args:
+        routing: of this rank's tokens.
         group: all ranks that have tokens.
     """
     tokens = _summed(torch.tensor(len(routing.logits), device=routing.logits.device), group)

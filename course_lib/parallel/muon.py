@@ -61,6 +61,8 @@ def apply_(weight: Tensor, update: Tensor, lr: float, weight_decay: float) -> No
     Args:
         weight: (n, m).
         update: U, (n, m), whole.
+        lr: learning rate.
+        weight_decay: decoupled, as AdamW's.
     """
     direction = newton_schulz(update.bfloat16())
     weight.mul_(1 - lr * weight_decay)

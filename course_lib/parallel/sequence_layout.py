@@ -109,6 +109,7 @@ def share_of_mean(loss_sum: Tensor, targets: int | Tensor, group: dist.ProcessGr
     Args:
         loss_sum: over this rank's targets, with its graph.
         targets: how many they are; may be 0.
+        group: the ranks that have the targets; None: all ranks.
     """
     total = torch.as_tensor(targets, device=loss_sum.device).clone().to(torch.int64)
     dist.all_reduce(total, group=group)

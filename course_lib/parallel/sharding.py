@@ -169,6 +169,7 @@ def gather_whole(pieces: Mapping[str, Shard], group: dist.ProcessGroup | None = 
 
     Args:
         pieces: this rank's, the same names in the same order on every rank.
+        group: the ranks that hold pieces; None: all ranks.
     Returns:
         On the group's first rank, tensors on the CPU by name; elsewhere nothing.
     """

@@ -225,6 +225,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Group) 
     Args:
         logits: (…, vocabulary / ranks), this rank's columns.
         targets: (…), int64 ids of the whole vocabulary, the same on every rank.
+        group: the ranks that the vocabulary is split over; None: all ranks.
     Returns:
         (…), each token's loss, the same on every rank; 0 where the target is -100, as in ``F.cross_entropy``.
     """

@@ -256,9 +256,8 @@ def take_over_first(module: nn.Module, group: Group) -> None:
 def exchange_hidden(exchange: Any, ranks: Any, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Pass a module's hidden states, its first argument, through an exchange on their way in.
 
-    Args:
-        exchange: takes the hidden states, and the ranks.
-        ranks: a process group or a device mesh.
+    A forward pre-hook, once the first two are bound: ``exchange`` takes the hidden states and ``ranks``, a process
+    group or a device mesh.
     """
     if args:
         return (exchange(args[0], ranks), *args[1:]), kwargs

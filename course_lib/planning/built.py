@@ -131,7 +131,7 @@ def _count(model: Any, config: Any, inside: list[nn.Module], has_head: bool) -> 
         gated=any("gate_" in name for name, _ in inside[0].named_parameters()),
         rms_norm=any("RMSNorm" in type(module).__name__ for module in model.modules()),
         rotary=any("Rotary" in type(module).__name__ for module in model.modules()),
-        causal=has_head and "CausalLM" in type(model).__name__ or "LMHead" in type(model).__name__,
+        causal=(has_head and "CausalLM" in type(model).__name__) or "LMHead" in type(model).__name__,
         has_head=has_head,
         activation=str(first_of(("hidden_act", "hidden_activation", "activation_function"), "gelu")),
         dropout=any(isinstance(module, nn.Dropout) and module.p > 0 for module in inside[0].modules()),

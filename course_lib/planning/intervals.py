@@ -78,6 +78,7 @@ def interval(quantity: Quantity, predicted: float, regime: str) -> Interval:
     """The interval around a planned number.
 
     Args:
+        quantity: ``tokens/s/GPU`` or ``GiB``.
         predicted: of the quantity's unit, or any that is proportional to it.
         regime: of REGIMES.
     """

@@ -231,6 +231,7 @@ def run_sweep(
     newest checkpoint, and what failed is tried again.
 
     Args:
+        sweep: the settings, and the metric that ranks them.
         base: options of every run, such as ``["--config", "configs/quickstart.yaml"]``.
         folder: where each run has its own, and ``results.csv`` is written.
         parallel: runs at a time; they share this machine.

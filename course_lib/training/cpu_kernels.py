@@ -147,9 +147,14 @@ def attention(
     over (a position bias, sinks, a cap, a window, a mask of numbers) goes to transformers' own.
 
     Args:
-        query: [B, H, L, D]; key and value may have fewer heads, each serving a group of the query's.
+        module: the attention that calls.
+        query: [B, H, L, D].
+        key: [B, G, keys, D]; each of the G heads serves H / G of the query's.
+        value: as ``key``.
         attention_mask: True where a query may look, bool, of a shape that broadcasts to [B, H, L, keys]; None where it
             may look everywhere, or everywhere before itself if causal.
+        dropout: probability that a weight is dropped.
+        scaling: of the scores; 1 / sqrt(D) if None.
         is_causal: without a mask; the module's own ``is_causal`` if None.
         others: whatever else a model hands over.
     Returns:

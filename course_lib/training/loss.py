@@ -39,6 +39,7 @@ def summed_loss(logits: torch.Tensor, labels: torch.Tensor, task: str, smoothing
     Args:
         logits: [B, C] (classification) or [B, L, V], any float dtype.
         labels: int64 [B] or [B, L].
+        task: as for :func:`shifted`.
         smoothing: share of each target that is spread over all classes or tokens (arXiv 1512.00567, section 7), as
             the Hugging Face Trainer's ``label_smoothing_factor``.
     """

@@ -110,6 +110,7 @@ def use_tf32(choice: str, precision: str, device: torch.device) -> bool:
     Args:
         choice: ``auto``, ``on`` or ``off``.
         precision: ``no``, ``fp16`` or ``bf16``.
+        device: that the products are computed on.
     Raises:
         ConfigError: on is asked for, and the device has no such products.
     """

@@ -98,6 +98,7 @@ def peak_of(device: torch.device, precision: str) -> tuple[str, float | None, st
     """A device's name, its peak in FLOP/s where the catalogue has it, and of what that is the peak, or why not.
 
     Args:
+        device: of this machine.
         precision: ``no``, ``fp16`` or ``bf16``; without, matmuls are in tf32 where torch may use it.
     """
     if device.type != "cuda":

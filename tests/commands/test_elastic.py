@@ -106,7 +106,7 @@ class Events(Calm):
         step, count = trainer.state.step, trainer.num_processes
         (self.folder / f"step-{step}-rank-{trainer.rank}-of-{count}").touch()
         if (step, count) in ((DIES_AT, 2), (JOINS_AT, 1)):
-            while not (trainer.stop_request or (self.folder / "died").exists() and count == 2):
+            while not (trainer.stop_request or ((self.folder / "died").exists() and count == 2)):
                 time.sleep(0.05)
 
 

@@ -224,8 +224,8 @@ def another_label(trainer):
 def train(folder, options=None, plant=None, rank_1=None, naive=False):
     """A run on this rank; gives the step it reached and a digest of its parameters, or the line it ended with.
 
-    Args:
-        naive: compare every parameter, as if none were sharded.
+    ``options`` are for all ranks, ``rank_1`` for that one alone; ``plant`` are the arguments of `Plant`. With ``naive``
+    every parameter is compared, as if none were sharded.
     """
     own = rank_1 if rank_1 and os.environ["RANK"] == "1" else {}
     config = build(QUICK | {"output_dir": str(folder)} | (options or {}) | own)

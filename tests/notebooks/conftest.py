@@ -29,8 +29,7 @@ NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 def execute(name, folder, cell_seconds=CELL_SECONDS, forked=True, **parameters):
     """Recorded values of a fresh run of a lesson, whose working directory is a folder; its ``takeaways`` with them.
 
-    Args:
-        forked: the kernel is forked from this process, rather than started as a user's is.
+    If ``forked``, the kernel is forked from this process, rather than started as a user's is.
     """
     done, answers = folder / f"{name}.ipynb", folder / "my_answers.json"
     learner = {

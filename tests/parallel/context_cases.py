@@ -171,6 +171,7 @@ def trained(cut_first, averaged, zigzag=True):
     Args:
         cut_first: labels are shifted in each rank's part, not before it is cut.
         averaged: the loss is a mean of the ranks' means.
+        zigzag: how the tokens are dealt.
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo")

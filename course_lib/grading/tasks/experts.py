@@ -259,8 +259,7 @@ LEAVES = ("tokens", "router", "up", "down")
 def layer_case(rng: random.Random, world: int, idle: bool = False) -> dict:
     """Tokens whose first number is 1, so that the router's first column makes experts popular; the last gets nobody.
 
-    Args:
-        idle: nor do all others of the last rank.
+    With ``idle``, all experts of the last rank get none.
     """
     own, width, inner = rng.randrange(2, 4) if world > 1 else 3, rng.randrange(3, 5), rng.randrange(2, 4)
     experts, tokens = world * own, numbers(rng, world * rng.randrange(4, 7), width)

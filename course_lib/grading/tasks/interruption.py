@@ -52,7 +52,7 @@ def observe_notice(function: Callable[..., Any], case: Case, rank: int) -> dict:
 
     def save(number: int) -> None:
         log.append(f"save {plain(number)}")
-        if hears and (number - 1 == given["at"] and given["in_a_save"] or given["twice"] and "signal" in log):
+        if hears and ((number - 1 == given["at"] and given["in_a_save"]) or (given["twice"] and "signal" in log)):
             ask()
 
     def ask() -> None:

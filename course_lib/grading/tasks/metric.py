@@ -23,10 +23,9 @@ TOTALS = {1: (5,), 2: (1, 9), 3: (2, 6, 13)}
 
 
 def metric_case(rng: random.Random, world: int, total: int, is_labelled: bool = True) -> dict:
-    """Two epochs of rows as a `DistributedSampler` deals them, those from the beginning that fill it up included.
+    """Two epochs of ``total`` rows as a `DistributedSampler` deals them, the first ones repeated to fill it up.
 
-    Args:
-        is_labelled: False: in the first epoch no row has a label.
+    Unless ``is_labelled``, no row of the first epoch has a label.
     """
     classes = rng.randrange(3, 6)
     places = [[(rank + world * i) % total for i in range(-(-total // world))] for rank in range(world)]

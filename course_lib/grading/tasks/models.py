@@ -81,8 +81,7 @@ def plain_case(rng: random.Random, world: int) -> dict:
 def odd_case(rng: random.Random, world: int, multiple: int = 1) -> dict:
     """A chain with a frozen layer, a weight that two layers share, and a parameter beside it that is never used.
 
-    Args:
-        multiple: that each weight's number of elements divides by.
+    Each weight's number of elements is divisible by ``multiple``.
     """
     width = multiple * rng.randrange(2, 4)
     before, after = (multiple * rng.randrange(1, 4) for _ in range(2))

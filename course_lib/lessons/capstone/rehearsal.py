@@ -188,10 +188,9 @@ class Broken:
 
 
 def break_run(project: Project, folder: Path, kill: KillAt | None = None) -> Broken:
-    """Train the project's first run in that folder, kill a rank in the middle, and look at what is left.
+    """Train the project's first run in ``folder``, kill a rank in the middle, and look at what is left.
 
-    Args:
-        kill: what kills it; default: the last rank, at the project's step.
+    By default ``kill`` ends the last rank, at the project's ``kill_step``.
     """
     config = project.config(folder)
     kill = kill or KillAt(project.world_size - 1, project.kill_step)

@@ -279,6 +279,7 @@ def run(
     """Run a scenario on real ranks.
 
     Args:
+        scenario: one of SCENARIOS.
         world_size: at least 2. Of two ranks each is the other's only suspect, so three teach more.
         how: ``inspected`` with a tool, ``fixed`` with the scenario's cure.
         tool: to inspect with; the scenario's own by default.

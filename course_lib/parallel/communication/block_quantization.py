@@ -44,6 +44,8 @@ def dequantize(packed: Tensor, bits: int, block: int) -> Tensor:
 
     Args:
         packed: (R, bytes) uint8.
+        bits: as for :func:`quantize`.
+        block: as for :func:`quantize`.
     Returns:
         (R, E) float32.
     """

@@ -108,9 +108,11 @@ class PowerSGD:
         return self.q[name]
 
     def bytes_per_step(self, shapes: Iterable[torch.Size], ranks: int, itemsize: int) -> int:
-        """What a rank sends each step for gradients of these shapes in one bucket: two ring all-reduces.
+        """Bytes that a rank sends each step for gradients of these shapes in one bucket: two ring all-reduces.
 
         Args:
+            shapes: of the gradients.
+            ranks: in the ring.
             itemsize: bytes of an element.
         """
         first = second = 0

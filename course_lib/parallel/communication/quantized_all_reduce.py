@@ -47,6 +47,7 @@ class QuantizedAllReduce:
 
         Args:
             flat: (E,), floating point; the result has the same bits on all ranks.
+            group: the ranks to sum over; None: all ranks.
         """
         ranks = dist.get_world_size(group)
         # --- phase 1: N parts of whole blocks, the last ones padded with zeros; quantized, part i goes to rank i ---

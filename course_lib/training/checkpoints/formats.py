@@ -140,6 +140,7 @@ def whole_optimizer_state(folder: Path, names: list[str]) -> dict[str, torch.Ten
     """State by ``parameter/state`` from ``optimizer.safetensors``.
 
     Args:
+        folder: of the checkpoint.
         names: of the trained parameters, in the order of the optimizer's groups.
     """
     saved = safetensors_tree.load(folder / OPTIMIZER)["state"]

@@ -263,8 +263,7 @@ class PipelineEngine(ShardedEngine):
     def stored(self, pieces: Mapping[str, Shard], keep_shape: bool = False) -> dict[str, Shard]:
         """Of some pieces, by ``name`` or ``name/state``, those that this rank stores: every element has one owner.
 
-        Args:
-            keep_shape: leave an empty piece where another rank is the owner.
+        With ``keep_shape``, an empty piece stands for each of the others.
         """
         elsewhere = {self.names[parameter] for parameter in self.copies}
         if not self.zero and self.place.dp > 0:
