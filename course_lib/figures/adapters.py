@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from course_lib.figures.style import COLOURS, PREDICTED, SERIES, canvas
+from course_lib.figures.style import COLOURS, PREDICTED, SERIES, canvas, label_beside
 
 ByMethod = Mapping[str, Mapping[str, Mapping[str, float]]]
 """Bytes by strategy, method and kind."""
@@ -37,14 +37,7 @@ def memory(held: ByMethod, planned: ByMethod, title: str) -> Figure:
                         **PREDICTED,
                     )
                     counted, foreseen = counted + size, foreseen + expected
-                axes.annotate(
-                    f"{counted / 1e6:.1f}",
-                    (at - 0.2, counted / 1e6),
-                    xytext=(0, 3),
-                    ha="center",
-                    fontsize=8,
-                    textcoords="offset points",
-                )
+                label_beside(axes, (at - 0.2, counted / 1e6), (0, 3), f"{counted / 1e6:.1f}", ha="center", fontsize=8)
             axes.set_xticks(range(len(methods)), list(methods))
             axes.set_title(way, fontsize=10)
         panels[0].set_ylabel("MB per rank\n(solid: counted, hatched: planned)")
@@ -72,15 +65,8 @@ def losses(by_trained: Mapping[str, tuple[float, float]], before: float, title: 
         axes.plot(*zip(*points.values(), strict=True), color=COLOURS["parameters"])
         for way, point in points.items():
             axes.plot(*point, "o", color=COLOURS["parameters"], label=way)
-            axes.annotate(
-                way,
-                point,
-                xytext=(0, 7),
-                textcoords="offset points",
-                ha="center",
-                fontsize=9,
-                fontweight="bold",
-                color=COLOURS["parameters"],
+            label_beside(
+                axes, point, (0, 7), way, ha="center", fontsize=9, fontweight="bold", color=COLOURS["parameters"]
             )
         axes.set(
             xscale="log", xlabel="share of the parameters that are trained, %", ylabel="validation loss, nats per byte"
@@ -137,14 +123,7 @@ def left(kept: Mapping[str, Mapping[str, float]], title: str) -> Figure:
             for kind, size in kinds.items():
                 axes.barh(row, size / 1e6, left=start / 1e6, height=0.6, color=COLOURS[kind], label=kind)
                 start += size
-            axes.annotate(
-                f"{start / 1e6:.1f}",
-                (start / 1e6, row),
-                xytext=(4, 0),
-                va="center",
-                fontsize=9,
-                textcoords="offset points",
-            )
+            label_beside(axes, (start / 1e6, row), (4, 0), f"{start / 1e6:.1f}", va="center", fontsize=9)
         axes.set_yticks(range(len(kept)), list(kept))
         axes.invert_yaxis()
         axes.margins(x=0.1)

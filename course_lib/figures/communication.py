@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from course_lib.figures.style import COLOURS, SERIES, canvas
+from course_lib.figures.style import COLOURS, SERIES, canvas, label_beside
 
 
 def bill(compute: float, waits: Mapping[str, float]) -> Figure:
@@ -23,13 +23,7 @@ def bill(compute: float, waits: Mapping[str, float]) -> Figure:
             axes.barh(
                 row, 1000 * wait, left=1000 * compute, height=0.6, color=COLOURS["communication"], label="all-reduce"
             )
-            axes.annotate(
-                f"{1000 * (compute + wait):.0f}",
-                (1000 * (compute + wait), row),
-                xytext=(5, 0),
-                textcoords="offset points",
-                va="center",
-            )
+            label_beside(axes, (1000 * (compute + wait), row), (5, 0), f"{1000 * (compute + wait):.0f}", va="center")
         axes.set_yticks(range(len(waits)), list(waits))
         axes.invert_yaxis()
         axes.margins(x=0.1)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from course_lib.figures.style import COLOURS, PREDICTED, SERIES, canvas
+from course_lib.figures.style import COLOURS, PREDICTED, SERIES, canvas, label_beside
 
 OUTLINE = {**PREDICTED, "hatch": None, "edgecolor": "black", "linestyle": "--"}
 KB = 1e3
@@ -30,9 +30,7 @@ def sent(counted: Mapping[str, Mapping[str, int]], predicted: Mapping[str, Mappi
             for row, (way, value) in enumerate(counted[kind].items()):
                 axes.barh(row, value / KB, height=0.5, color=COLOURS["communication"], label="counted")
                 axes.barh(row, predicted[kind][way] / KB, height=0.72, **OUTLINE, label="predicted")
-                axes.annotate(
-                    f"{value / KB:.0f}", (value / KB, row), xytext=(6, 0), textcoords="offset points", va="center"
-                )
+                label_beside(axes, (value / KB, row), (6, 0), f"{value / KB:.0f}", va="center")
             axes.set_title(kind, fontsize=10)
             axes.margins(x=0.18)
             axes.grid(axis="y", visible=False)
@@ -64,14 +62,8 @@ def balance(work: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
                 axes.bar(
                     at, [step[rank] for step in steps], width=0.74 / ranks, color=SERIES[rank], label=f"rank {rank}"
                 )
-                axes.annotate(
-                    f"rank {rank}",
-                    (at[0], steps[0][rank]),
-                    xytext=(0, 3),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=8,
-                    color=SERIES[rank],
+                label_beside(
+                    axes, (at[0], steps[0][rank]), (0, 3), f"rank {rank}", ha="center", fontsize=8, color=SERIES[rank]
                 )
             for place, step in enumerate(steps):
                 axes.plot(

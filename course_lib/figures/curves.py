@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from course_lib.figures.style import COLOURS, SERIES, canvas, end_label
+from course_lib.figures.style import COLOURS, SERIES, canvas, end_label, label_beside
 
 WIDTHS = (8.0, 4.0, 1.4)
 """Points; each curve is thinner than the one below it, so that all show where they coincide."""
@@ -51,11 +51,11 @@ def _draw_losses(axes: Axes, curves: Mapping[int, Sequence[float]], other: Seque
         )
         ends.append((_name(ranks), colour, len(curve), curve[-1]))
     axes.plot(range(1, len(other) + 1), other, color=COLOURS["wrong"], linewidth=1.4, label=other_name)
-    axes.annotate(
-        other_name,
+    label_beside(
+        axes,
         (len(other), other[-1]),
-        xytext=(0, -6),
-        textcoords="offset points",
+        (0, -6),
+        other_name,
         ha="right",
         va="top",
         color=COLOURS["wrong"],

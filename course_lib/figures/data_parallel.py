@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from course_lib.figures.style import COLOURS, canvas, end_label
+from course_lib.figures.style import COLOURS, canvas, end_label, label_beside
 from course_lib.lessons.bucket_lab import OverLink
 from course_lib.lessons.data_parallel_lab import Sending
 from course_lib.metering.meter import ring_bytes
@@ -68,14 +68,8 @@ def bytes_against_ranks(naive: Mapping[int, float], ring: Mapping[int, float], u
             axes.plot(ranks, formula, color=colour, linestyle="--", linewidth=1.2, label=f"{name}, by formula")
             axes.plot(list(measured), list(measured.values()), "o", color=colour, markersize=7, label=name)
             end_label(axes, up_to, formula[-1], name, colour)
-        axes.annotate(
-            "measured",
-            (most, naive[most]),
-            xytext=(-10, 14),
-            textcoords="offset points",
-            ha="center",
-            color=COLOURS["neutral"],
-            fontsize=9,
+        label_beside(
+            axes, (most, naive[most]), (-10, 14), "measured", ha="center", color=COLOURS["neutral"], fontsize=9
         )
         axes.text(up_to * 0.66, up_to * 0.66 - 2.2, "formula", color=COLOURS["neutral"], fontsize=9, va="top")
         axes.set(
@@ -133,20 +127,12 @@ def over_link(ways: Mapping[str, OverLink]) -> Figure:
                 label="every try",
             )
         last = list(ways.values())[-1]
-        axes.annotate(
-            "computed",
-            (1e3 * last.on_paper, row + 0.3),
-            xytext=(0, -2),
-            textcoords="offset points",
-            ha="center",
-            va="top",
-            fontsize=8.5,
-        )
-        axes.annotate(
-            "every try",
+        label_beside(axes, (1e3 * last.on_paper, row + 0.3), (0, -2), "computed", ha="center", va="top", fontsize=8.5)
+        label_beside(
+            axes,
             (1e3 * max(last.steps), row),
-            xytext=(7, 0),
-            textcoords="offset points",
+            (7, 0),
+            "every try",
             va="center",
             fontsize=8.5,
             color=COLOURS["communication"],
@@ -207,13 +193,7 @@ def seconds_against_bytes(
             linewidth=1.2,
             label="formula",
         )
-        axes.annotate(
-            "formula",
-            (large, 1e3 * (2 * latency + large / rate)),
-            xytext=(8, -10),
-            textcoords="offset points",
-            fontsize=9,
-        )
+        label_beside(axes, (large, 1e3 * (2 * latency + large / rate)), (8, -10), "formula", fontsize=9)
         axes.set(
             xscale="log",
             yscale="log",

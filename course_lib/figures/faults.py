@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from course_lib.figures import numbers
-from course_lib.figures.style import COLOURS, canvas
+from course_lib.figures.style import COLOURS, canvas, label_beside
 from course_lib.hangs.watchdog import ReportedRank
 from course_lib.lessons.faults.lab import SCENARIOS, Trial
 
@@ -70,11 +70,11 @@ def _one_rank(axes: Axes, state: ReportedRank, is_guilty: bool) -> None:
     axes.plot(range(1, over + 1), [state.rank] * over, "o", color=colour)
     if over < last:
         axes.plot(last, state.rank, "o", markerfacecolor="white", markeredgecolor=colour, markersize=8)
-    axes.annotate(
-        f"{_last_call(state)}{mark}",
+    label_beside(
+        axes,
         (last, state.rank),
-        xytext=(10, 0),
-        textcoords="offset points",
+        (10, 0),
+        f"{_last_call(state)}{mark}",
         va="center",
         fontsize=9,
         color=colour,

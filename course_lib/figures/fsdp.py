@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from course_lib.figures import numbers
-from course_lib.figures.style import COLOURS, PREDICTED, canvas
+from course_lib.figures.style import COLOURS, PREDICTED, canvas, label_beside
 from course_lib.lessons.fsdp_lab import WatchedSharding
 from course_lib.lessons.overlap_lab import Overlap, TraceEvent
 from course_lib.lessons.slow_link import Waits
@@ -76,7 +76,7 @@ def _in_mb(size: float) -> str:
 
 def _above(axes: Axes, height: float, text: str, colour: str) -> None:
     """Name a horizontal line at its left end."""
-    axes.annotate(text, (0, height), xytext=(4, 3), textcoords="offset points", fontsize=8, color=colour)
+    label_beside(axes, (0, height), (4, 3), text, fontsize=8, color=colour)
 
 
 def _teeth(axes: Axes, run: WatchedSharding) -> None:
@@ -160,11 +160,11 @@ def overlap(measured: Sequence[Overlap]) -> Figure:
                 linewidth=1.3,
                 label=f"{name}, predicted",
             )
-            axes.annotate(
-                name,
+            label_beside(
+                axes,
                 (rows[-1], measured[-1].medians[prefetch]),
-                xytext=(9, -7 if prefetch else 7),
-                textcoords="offset points",
+                (9, -7 if prefetch else 7),
+                name,
                 color=colour,
                 va="center",
                 fontweight="bold",

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from course_lib.figures.style import COLOURS, canvas, end_label
+from course_lib.figures.style import COLOURS, canvas, end_label, label_beside
 
 
 def curves(losses: Mapping[str, Sequence[float]], norms: Mapping[str, Sequence[float]]) -> Figure:
@@ -58,15 +58,7 @@ def by_setting(apart: Mapping[str, float], seen: float) -> Figure:
             colour = COLOURS["wrong" if value > seen else "neutral"]
             axes.plot(value, row, "o", color=colour, markersize=9, label="difference")
             side, ha = (1, "left") if value > seen else (-1, "right")  # away from the broken line
-            axes.annotate(
-                f"{value:.1g}",
-                (value, row),
-                xytext=(9 * side, 0),
-                textcoords="offset points",
-                va="center",
-                ha=ha,
-                color=colour,
-            )
+            label_beside(axes, (value, row), (9 * side, 0), f"{value:.1g}", va="center", ha=ha, color=colour)
         axes.axvline(seen, color="black", linestyle="--", linewidth=1.2, label="what a curve shows")
         axes.set_xscale("log")
         axes.set_yticks(range(len(apart)), list(apart))

@@ -11,7 +11,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from course_lib.figures.style import COLOURS, PREDICTED, SERIES, canvas, end_label
+from course_lib.figures.style import COLOURS, PREDICTED, SERIES, canvas, end_label, label_beside
 from course_lib.parallel.pipeline.actions import B, F, I, Schedule, W
 from course_lib.parallel.pipeline.fitted.search import ScheduleCandidate
 from course_lib.parallel.pipeline.simulation import Span, Timeline
@@ -277,11 +277,11 @@ def bubble_beside_memory(
             fits = limit is None or held <= limit
             for axes, value, kind in ((idle_axes, idle, "neutral"), (held_axes, held, "activations")):
                 axes.barh(row, value, height=0.62, edgecolor=COLOURS[kind] if fits else "#b5b5b5", **PREDICTED)
-                axes.annotate(
-                    f"{value:.3g}",
+                label_beside(
+                    axes,
                     (value, row),
-                    xytext=(5, 0),
-                    textcoords="offset points",
+                    (5, 0),
+                    f"{value:.3g}",
                     va="center",
                     fontsize=9,
                     color="black" if fits else "#777777",
@@ -329,15 +329,7 @@ def step_times(candidates: Sequence[ScheduleCandidate]) -> Figure:
         for values, name, colour in ((steps, "step", SERIES[0]), (lost, "idle part of it", COLOURS["neutral"])):
             axes.plot(counts, values, "o--", color=colour, markerfacecolor="white", label=name)
             end_label(axes, counts[-1], values[-1], name, colour)
-        axes.annotate(
-            "shortest",
-            (counts[best], steps[best]),
-            xytext=(0, -16),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-            color=SERIES[0],
-        )
+        label_beside(axes, (counts[best], steps[best]), (0, -16), "shortest", ha="center", fontsize=9, color=SERIES[0])
         axes.set(xlabel="micro-batches that the same batch is cut into", ylabel="time (units of work)", ylim=(0, None))
         axes.margins(x=0.08)
     return figure

@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 
 from course_lib.figures.diagrams.memory import KIND_COLOURS
 from course_lib.figures.explorer import Explorer
-from course_lib.figures.style import COLOURS, PREDICTED, canvas
+from course_lib.figures.style import COLOURS, PREDICTED, canvas, label_beside
 from course_lib.planning import strategy
 from course_lib.planning.hardware import Accelerator
 from course_lib.planning.memory import RUNTIME, USABLE, Memory, estimate
@@ -118,11 +118,11 @@ def memory(
                 place - 0.19, predicted[kind] / 2**30, height=0.36, **PREDICTED, edgecolor=colour, label="predicted"
             )
             axes.barh(place + 0.19, measured[kind] / 2**30, height=0.36, color=colour, label=name)
-            axes.annotate(
-                f"{measured[kind] / 2**30:.2f}",
+            label_beside(
+                axes,
                 (measured[kind] / 2**30, place + 0.19),
-                xytext=(4, 0),
-                textcoords="offset points",
+                (4, 0),
+                f"{measured[kind] / 2**30:.2f}",
                 va="center",
                 fontsize=9,
             )

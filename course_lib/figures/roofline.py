@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from course_lib.figures import numbers
-from course_lib.figures.style import COLOURS, SERIES, canvas
+from course_lib.figures.style import COLOURS, SERIES, canvas, label_beside
 from course_lib.metering.intervals import united
 from course_lib.metering.roofline import Operator, Peaks
 
@@ -31,38 +31,18 @@ def roofs(operators: Mapping[str, Operator], peaks: Peaks, title: str) -> Figure
         peaks: of the machine.
         title: the finding.
     """
-    peak = max(peaks.flops.values())
+    peak, memory = max(peaks.flops.values()) / 1e9, peaks.memory / 1e9
     longest = max(row.seconds for row in operators.values())
     with canvas(title, width=8, height=4.4) as (figure, axes):
         intensity = np.geomspace(0.03, 400, 200)
-        axes.plot(intensity, np.minimum(peak, peaks.memory * intensity) / 1e9, color=COLOURS["neutral"])
+        axes.plot(intensity, np.minimum(peak, memory * intensity), color=COLOURS["neutral"])
         axes.axvline(peaks.ridge, color=COLOURS["neutral"], linewidth=0.8, linestyle=":")
-        axes.annotate(
-            f"ridge: {peaks.ridge:.0f} FLOPs per byte",
-            (peaks.ridge, 0.45),
-            xytext=(4, 0),
-            textcoords="offset points",
-            fontsize=9,
-            color=COLOURS["neutral"],
-        )
-        axes.annotate(
-            f"memory, {peaks.memory / 1e9:.0f} GB/s",
-            (0.04, 0.04 * peaks.memory / 1e9),
-            xytext=(-2, 12),
-            textcoords="offset points",
-            fontsize=9,
-            rotation=37,
-            color=COLOURS["neutral"],
-        )
-        axes.annotate(
-            f"matrix products, {peak / 1e9:.0f} GFLOP/s",
-            (400, peak / 1e9),
-            xytext=(0, 5),
-            textcoords="offset points",
-            ha="right",
-            fontsize=9,
-            color=COLOURS["neutral"],
-        )
+        for text, point, shift, look in (
+            (f"ridge: {peaks.ridge:.0f} FLOPs per byte", (peaks.ridge, 0.45), (4, 0), {}),
+            (f"memory, {memory:.0f} GB/s", (0.04, 0.04 * memory), (-2, 12), {"rotation": 37}),
+            (f"matrix products, {peak:.0f} GFLOP/s", (400, peak), (0, 5), {"ha": "right"}),
+        ):
+            label_beside(axes, point, shift, text, fontsize=9, color=COLOURS["neutral"], **look)
         for name, row in operators.items():
             axes.scatter(
                 row.intensity,
@@ -81,7 +61,7 @@ def roofs(operators: Mapping[str, Operator], peaks: Peaks, title: str) -> Figure
             xscale="log",
             yscale="log",
             xlim=(0.03, 450),
-            ylim=(0.3, 2 * peak / 1e9),
+            ylim=(0.3, 2 * peak),
             xlabel="FLOPs per byte",
             ylabel="GFLOP/s (larger points: they take longer)",
         )
@@ -90,7 +70,7 @@ def roofs(operators: Mapping[str, Operator], peaks: Peaks, title: str) -> Figure
         figure,
         "The machine",
         ["memory, GB/s", "matrix products, GFLOP/s", "ridge, FLOPs per byte"],
-        [(peaks.memory / 1e9, peak / 1e9, peaks.ridge)],
+        [(memory, peak, peaks.ridge)],
     )
     return figure
 
@@ -184,24 +164,9 @@ def ladder(seconds: Mapping[str, Sequence[float]], held: Mapping[str, int | None
             )
             if (size := held[way]) is not None:
                 right.barh(row, size / 2**20, height=0.6, color=COLOURS["activations"], label="held")
-                right.annotate(
-                    f"{size / 2**20:.0f}",
-                    (size / 2**20, row),
-                    xytext=(4, 0),
-                    va="center",
-                    textcoords="offset points",
-                    fontsize=9,
-                )
+                label_beside(right, (size / 2**20, row), (4, 0), f"{size / 2**20:.0f}", va="center", fontsize=9)
             else:
-                right.annotate(
-                    "not counted",
-                    (0, row),
-                    xytext=(4, 0),
-                    va="center",
-                    textcoords="offset points",
-                    fontsize=9,
-                    color=COLOURS["neutral"],
-                )
+                label_beside(right, (0, row), (4, 0), "not counted", va="center", fontsize=9, color=COLOURS["neutral"])
         left.set_yticks(range(len(seconds)), list(seconds))
         left.invert_yaxis()
         left.set_xlabel("ms per step: the fastest; a stroke for each try")
@@ -274,12 +239,12 @@ def _label_ends(axes: Axes, ends: Mapping[str, float], x: float) -> None:
         height = max(transform((x, ends[way]))[1], below + 15)
         below = height
         colour = SERIES[list(ends).index(way)]
-        axes.annotate(
-            way,
+        label_beside(
+            axes,
             (x, axes.transData.inverted().transform((0, height))[1]),
-            xytext=(6, 0),
+            (6, 0),
+            way,
             va="center",
-            textcoords="offset points",
             color=colour,
             fontweight="bold",
             fontsize=9,

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from course_lib.figures.style import COLOURS, SERIES, canvas, end_label
+from course_lib.figures.style import COLOURS, SERIES, canvas, end_label, label_beside
 
 SMALLER_IS_BETTER = ("loss", "perplexity", "seconds", "mib")
 
@@ -124,13 +124,7 @@ def compare_seeds(losses: pd.DataFrame, constant: float, name: str) -> Figure:
                 [place] * len(losses), losses[setting], "o", color=colour, alpha=0.7, markersize=7, label="every seed"
             )
             axes.plot([place - 0.18, place + 0.18], [means[setting]] * 2, color=colour, label="mean")
-            axes.annotate(
-                f"mean {means[setting]:.3f}",
-                (place + 0.18, means[setting]),
-                xytext=(5, 0),
-                textcoords="offset points",
-                va="center",
-            )
+            label_beside(axes, (place + 0.18, means[setting]), (5, 0), f"mean {means[setting]:.3f}", va="center")
         end_label(axes, len(means) - 0.4, constant, "a constant", COLOURS["wrong"])
         axes.set_xticks(range(len(means)), [f"{name} {setting:g}" for setting in losses])
         axes.set(xlim=(-0.5, len(means) - 0.4), ylabel="test loss (nats)")

@@ -4,7 +4,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-from course_lib.figures.style import COLOURS, canvas
+from course_lib.figures.style import COLOURS, canvas, label_beside
 
 
 def scaling(points: pd.DataFrame) -> Figure:
@@ -29,19 +29,19 @@ def scaling(points: pd.DataFrame) -> Figure:
         )
         rate.plot(counts, points["samples_per_second"], "o-", color=COLOURS["right"], label="measured")
         for _, point in points.iterrows():
-            rate.annotate(
-                f"{point['efficiency']:.0%}",
+            label_beside(
+                rate,
                 (point["processes"], point["samples_per_second"]),
-                xytext=(0, -13),
-                textcoords="offset points",
+                (0, -13),
+                f"{point['efficiency']:.0%}",
                 ha="center",
                 color=COLOURS["right"],
             )
-        rate.annotate(
-            "perfect",
+        label_beside(
+            rate,
             (last["processes"], first["samples_per_second"] * last["processes"] / first["processes"]),
-            xytext=(-4, 0),
-            textcoords="offset points",
+            (-4, 0),
+            "perfect",
             ha="right",
             color=COLOURS["neutral"],
         )

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from course_lib.figures import numbers
-from course_lib.figures.style import COLOURS, PREDICTED, canvas
+from course_lib.figures.style import COLOURS, PREDICTED, canvas, label_beside
 
 STATES: dict[str, dict[str, Any]] = {
     "ok": {"color": COLOURS["right"], "marker": "o"},
@@ -133,14 +133,7 @@ def _pair(
         bars.append((place - apart, predicted, predicted, "predicted", {**PREDICTED, "edgecolor": colour}))
     for x, height, top, name, look in bars:
         axes.bar(x, height, 0.36, label=name, **look)
-        axes.annotate(
-            f"{name}\n{number.format(height)}",
-            (x, top),
-            xytext=(0, 5),
-            textcoords="offset points",
-            ha="center",
-            fontsize=8.5,
-        )
+        label_beside(axes, (x, top), (0, 5), f"{name}\n{number.format(height)}", ha="center", fontsize=8.5)
     if len(measured) > 1:
         axes.plot(
             [place + apart] * len(measured), measured, "o", color="black", markersize=3, alpha=0.7, label="every try"

@@ -1,6 +1,7 @@
 """Figures of one training step: what it holds, where its time goes, what is padding, and whether it can be resumed."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -9,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from course_lib.figures import numbers
-from course_lib.figures.style import COLOURS, PREDICTED, canvas, end_label
+from course_lib.figures.style import COLOURS, PREDICTED, canvas, end_label, label_beside
 from course_lib.lessons.step_profile import Moment, padding_share
 
 KINDS = ("parameters", "optimizer states", "gradients", "activations")
@@ -27,15 +28,12 @@ def memory_over_steps(moments: Sequence[Moment]) -> Figure:
     held = [np.array([moment.held[kind] for moment in moments]) / MB for kind in KINDS]
     total = np.sum(held, axis=0)
     begins = [0] + [i for i in range(1, len(moments)) if moments[i].phase != moments[i - 1].phase]
-    for begin, end in zip(begins, [*begins[1:], len(moments)], strict=True):
-        after = begin + int(total[begin:end].argmax())
+    names = [PHASE_NAMES.get(moments[begin].phase, moments[begin].phase) for begin in begins]
+    for begin, after in zip(begins, _highest(total, begins), strict=True):
         if moments[begin].phase == "optimizer" and after > begin:
             for height in (*held, total):
                 height[after - 1] = height[after]
-    steps = [i for i in begins if moments[i].phase == "forward"]
-    peaks = [
-        start + int(total[start:end].argmax()) for start, end in zip(steps, [*steps[1:], len(moments)], strict=True)
-    ]
+    peaks = _highest(total, [i for i in begins if moments[i].phase == "forward"])
     title = "Held at most: " + ", ".join(f"{total[peak]:.0f} MB in step {i}" for i, peak in enumerate(peaks, start=1))
     with canvas(title, width=7.0, height=3.3) as (figure, axes):
         axes.stackplot(seconds, *held, colors=[COLOURS[kind] for kind in KINDS], step="post", linewidth=0)
@@ -45,55 +43,32 @@ def memory_over_steps(moments: Sequence[Moment]) -> Figure:
         for kind, height in zip(KINDS, held, strict=True):
             _name_area(axes, seconds, base, height, total, kind)
             base += height
-        for begin, end in zip(begins, [*begins[1:], len(moments) - 1], strict=True):
-            axes.axvline(seconds[begin], color=COLOURS["neutral"], linewidth=0.8, linestyle=":")
-            narrow = seconds[end] - seconds[begin] < 0.09 * seconds[-1]
-            name = PHASE_NAMES.get(moments[begin].phase, moments[begin].phase)
-            axes.text(
-                (seconds[begin] + seconds[end]) / 2,
-                top,
-                name,
-                ha="center",
-                va="top",
-                fontsize=8,
-                color=COLOURS["neutral"],
-                rotation=90 if narrow else 0,
-            )
+        for name, (begin, end) in zip(names, pairwise(seconds[[*begins, -1]]), strict=True):
+            axes.axvline(begin, color=COLOURS["neutral"], linewidth=0.8, linestyle=":")
+            look = {"ha": "center", "va": "top", "fontsize": 8, "color": COLOURS["neutral"]}
+            axes.text((begin + end) / 2, top, name, rotation=90 if end - begin < 0.09 * seconds[-1] else 0, **look)
         for peak in peaks:
-            axes.plot(
-                seconds[peak],
-                total[peak],
-                "o",
-                color="black",
-                markersize=6,
-                markeredgecolor="white",
-                zorder=5,
-                clip_on=False,
-            )
-            beside = moments[peak].phase == "optimizer"  # to its left the gradients' name may be
-            axes.annotate(
-                f"{total[peak]:.0f} MB",
-                (seconds[peak], total[peak]),
-                xytext=(4 if beside else -7, 4),
-                ha="left" if beside else "right",
-                va="bottom",
-                textcoords="offset points",
-                fontweight="bold",
-                fontsize=9,
-            )
-    highest = [
-        begin + int(total[begin:end].argmax()) for begin, end in zip(begins, [*begins[1:], len(moments)], strict=True)
-    ]
+            point = seconds[peak], total[peak]
+            axes.plot(*point, "o", color="black", markersize=6, markeredgecolor="white", zorder=5, clip_on=False)
+            right = moments[peak].phase == "optimizer"  # to its left the gradients' name may be
+            shift, side = ((4, 4), "left") if right else ((-7, 4), "right")
+            text = f"{total[peak]:.0f} MB"
+            label_beside(axes, point, shift, text, ha=side, va="bottom", fontweight="bold", fontsize=9)
     numbers.tell(
         figure,
         "MB held when each phase holds the most",
         ["phase", "seconds", *KINDS, "all"],
         [
-            (PHASE_NAMES.get(moments[at].phase, moments[at].phase), seconds[at], *(of[at] for of in held), total[at])
-            for at in highest
+            (name, seconds[at], *(of[at] for of in held), total[at])
+            for name, at in zip(names, _highest(total, begins), strict=True)
         ],
     )
     return figure
+
+
+def _highest(total: np.ndarray, begins: Sequence[int]) -> list[int]:
+    """The first moment at which the most is held, of each part that begins at one of these and ends at the next."""
+    return [begin + int(total[begin:end].argmax()) for begin, end in pairwise([*begins, len(total)])]
 
 
 def _name_area(
@@ -110,16 +85,8 @@ def _name_area(
         axes.text(x, base[held] + height[held] / 2, name, ha="center", va="center", color="white", fontweight="bold")
     else:
         under = (seconds >= left - 0.2 * seconds[-1]) & (seconds <= left)
-        axes.annotate(
-            name,
-            (left, total[under].max()),
-            xytext=(-4, 2),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            color=COLOURS[name],
-            fontweight="bold",
-        )
+        above = left, total[under].max()
+        label_beside(axes, above, (-4, 2), name, ha="right", va="bottom", color=COLOURS[name], fontweight="bold")
 
 
 def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float]) -> Figure:
@@ -234,35 +201,13 @@ def resumed_losses(
             solid_capstyle="round",
             label="the whole run",
         )
-        axes.plot(
-            list(wrong),
-            list(wrong.values()),
-            "o--",
-            color=COLOURS["wrong"],
-            markersize=4,
-            linewidth=1.2,
-            label=wrong_name,
-        )
-        axes.plot(
-            list(resumed),
-            list(resumed.values()),
-            "o-",
-            color=COLOURS["right"],
-            markersize=4,
-            linewidth=1.2,
-            label="resumed",
-        )
+        for losses, line, kind, name in ((wrong, "o--", "wrong", wrong_name), (resumed, "o-", "right", "resumed")):
+            colour = COLOURS[kind]
+            axes.plot(list(losses), list(losses.values()), line, color=colour, markersize=4, linewidth=1.2, label=name)
         axes.axvline(min(resumed) - 0.5, color=COLOURS["neutral"], linestyle=":", linewidth=1)
         axes.text(min(resumed) - 0.6, min(whole), "stopped here ", ha="right", va="bottom", color=COLOURS["neutral"])
-        axes.annotate(
-            "the whole run",
-            (1, max(whole[:4])),
-            xytext=(0, 8),
-            textcoords="offset points",
-            va="bottom",
-            color=COLOURS["neutral"],
-            fontweight="bold",
-        )
+        look = {"va": "bottom", "color": COLOURS["neutral"], "fontweight": "bold"}
+        label_beside(axes, (1, max(whole[:4])), (0, 8), "the whole run", **look)
         axes.margins(y=0.22)  # room for that name
         end_label(axes, max(resumed), resumed[max(resumed)], "resumed", COLOURS["right"])
         end_label(axes, max(wrong), wrong[max(wrong)], wrong_name, COLOURS["wrong"])

@@ -92,15 +92,11 @@ def canvas(title: str, width: float = 7.0, height: float = 3.4, **subplots: Any)
         plt.close(figure)  # the notebook shows the returned figure; pyplot must not show it again
 
 
+def label_beside(axes: Axes, point: tuple[float, float], shift: tuple[float, float], text: str, **look: Any) -> None:
+    """Write beside a point: (right, up) from it, in units of 1/72 inch; ``look`` is passed to ``annotate``."""
+    axes.annotate(text, point, xytext=shift, textcoords="offset points", **look)
+
+
 def end_label(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
     """Name a line at its right end rather than in a legend."""
-    axes.annotate(
-        text,
-        (x, y),
-        xytext=(6, 0),
-        textcoords="offset points",
-        va="center",
-        color=colour,
-        fontweight="bold",
-        annotation_clip=False,
-    )
+    label_beside(axes, (x, y), (6, 0), text, va="center", color=colour, fontweight="bold", annotation_clip=False)

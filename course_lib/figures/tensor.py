@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from course_lib.figures import numbers
-from course_lib.figures.style import COLOURS, PREDICTED, canvas
+from course_lib.figures.style import COLOURS, PREDICTED, canvas, label_beside
 from course_lib.parallel.topology import AXES, RankGrid
 
 AXIS_COLOURS = {"dp": COLOURS["gradients"], "pp": COLOURS["activations"], "tp": COLOURS["communication"]}
@@ -42,7 +42,7 @@ def sent_and_held(sent: Mapping[str, int], held: Mapping[str, int], predicted: M
                 (right, held[name] / MB, COLOURS["activations"]),
             ):
                 axes.barh(row, value, height=0.55, color=colour, label="measured")
-                axes.annotate(f"{value:.3g}", (value, row), xytext=(5, 0), textcoords="offset points", va="center")
+                label_beside(axes, (value, row), (5, 0), f"{value:.3g}", va="center")
             if name in predicted:
                 right.barh(row, predicted[name] / MB, height=0.74, **OUTLINE, label="predicted")
         left.set_yticks(range(len(held)), list(held))
@@ -78,7 +78,7 @@ def bytes_by_axis(grid: RankGrid, sent: Mapping[str, int], predicted: Mapping[st
             value = sent[axis] / KB
             right.barh(row, value, height=0.5, color=AXIS_COLOURS[axis], label="measured")
             right.barh(row, predicted[axis] / KB, height=0.7, **OUTLINE, label="predicted")
-            right.annotate(f"{value:.0f}", (value, row), xytext=(6, 0), textcoords="offset points", va="center")
+            label_beside(right, (value, row), (6, 0), f"{value:.0f}", va="center")
         right.set_yticks(range(len(AXES)), AXES, fontweight="bold")
         right.invert_yaxis()
         right.margins(x=0.17)
@@ -165,7 +165,7 @@ def orders(steps: Mapping[str, Mapping[str, float]], half: Mapping[str, Mapping[
                     label=part,
                 )
                 left += parts[part]
-            axes.annotate(f"{left:.1f} s", (left, row), xytext=(5, 0), textcoords="offset points", va="center")
+            label_beside(axes, (left, row), (5, 0), f"{left:.1f} s", va="center")
         _name_parts(axes, rows.values())
         axes.axhline(len(steps) - 0.5, color="black", linewidth=0.8, linestyle=":")
         axes.set_yticks(range(len(rows)), list(rows), fontsize=9)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from course_lib.figures.style import COLOURS, PREDICTED, canvas
+from course_lib.figures.style import COLOURS, PREDICTED, canvas, label_beside
 
 Bill = Mapping[tuple[int, int], Mapping[str, float]]
 KINDS = ("parameters", "gradients", "optimizer states")
@@ -30,9 +30,7 @@ def memory(measured: Bill, predicted: Bill, elements: int) -> Figure:
                 _stack(panel, place - 0.2, predicted[stage, ranks], elements, solid=False)
                 _stack(panel, place + 0.2, measured[stage, ranks], elements, solid=True)
                 total = sum(measured[stage, ranks].values()) / elements
-                panel.annotate(
-                    f"{total:.3g}", (place, total), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=9
-                )
+                label_beside(panel, (place, total), (0, 3), f"{total:.3g}", ha="center", fontsize=9)
             panel.set_title("plain" if stage == 0 else f"stage {stage}", fontsize=10)
             panel.set_xticks(range(len(sizes)), [str(n) for n in sizes])
             panel.set_xlabel("ranks N", loc="left")
@@ -51,13 +49,15 @@ def memory(measured: Bill, predicted: Bill, elements: int) -> Figure:
     return figure
 
 
-def _stack(axes: Axes, place: float, kinds: Mapping[str, float], elements: int, *, solid: bool) -> None:
+def _stack(axes: Axes, place: float, kinds: Mapping[str, float], elements: int, *, solid: bool) -> float:
+    """Kinds on top of each other; the height of all is returned."""
     bottom = 0.0
     for kind in KINDS:
         height = kinds[kind] / elements
         look = {"color": COLOURS[kind]} if solid else PREDICTED | {"edgecolor": COLOURS[kind]}
         axes.bar(place, height, width=0.36, bottom=bottom, label=kind, **look)
         bottom += height
+    return bottom
 
 
 def volume(measured: Mapping[str, float], predicted: Mapping[str, float], title: str) -> Figure:
@@ -80,14 +80,7 @@ def volume(measured: Mapping[str, float], predicted: Mapping[str, float], title:
                 label="predicted",
             )
             axes.barh(place - 0.2, measured[name], height=0.36, color=COLOURS["communication"], label="measured")
-            axes.annotate(
-                f"{measured[name]:.2f}",
-                (measured[name], place - 0.2),
-                xytext=(4, 0),
-                va="center",
-                textcoords="offset points",
-                fontsize=9,
-            )
+            label_beside(axes, (measured[name], place - 0.2), (4, 0), f"{measured[name]:.2f}", va="center", fontsize=9)
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
@@ -120,19 +113,8 @@ def large(
     where = "plain data parallel" if first == 0 else f"stage {first}"
     with canvas(f"{name}: the model states fit from {where} on", height=3.2) as (figure, axes):
         for place, stage in enumerate(stages):
-            bottom = 0.0
-            for kind in KINDS:
-                axes.bar(
-                    place,
-                    formula[stage][kind],
-                    width=0.36,
-                    bottom=bottom,
-                    **PREDICTED,
-                    edgecolor=COLOURS[kind],
-                    label=kind,
-                )
-                bottom += formula[stage][kind]
-            axes.annotate(f"{bottom:.4g} GB", (place, bottom), xytext=(0, 3), textcoords="offset points", ha="center")
+            total = _stack(axes, place, formula[stage], 1, solid=False)
+            label_beside(axes, (place, total), (0, 3), f"{total:.4g} GB", ha="center")
             axes.plot(
                 [place - 0.24, place + 0.24],
                 [published[stage]] * 2,
@@ -140,22 +122,11 @@ def large(
                 linewidth=1.5,
                 label="as the paper printed it",
             )
-        axes.axhline(capacity, color=COLOURS["wrong"], linewidth=1.2, linestyle="--", label=f"{capacity:.0f} GB GPU")
-        axes.annotate(
-            f"{capacity:.0f} GB GPU",
-            (len(stages) - 0.52, capacity),
-            xytext=(0, 3),
-            ha="right",
-            textcoords="offset points",
-            color=COLOURS["wrong"],
-        )
-        axes.annotate(
-            "black line: as the paper printed it",
-            (len(stages) - 0.52, 70),
-            ha="right",
-            color=COLOURS["neutral"],
-            fontsize=9,
-        )
+        gpu, right = f"{capacity:.0f} GB GPU", len(stages) - 0.52
+        axes.axhline(capacity, color=COLOURS["wrong"], linewidth=1.2, linestyle="--", label=gpu)
+        label_beside(axes, (right, capacity), (0, 3), gpu, ha="right", color=COLOURS["wrong"])
+        line = "black line: as the paper printed it"
+        axes.annotate(line, (right, 70), ha="right", color=COLOURS["neutral"], fontsize=9)
         axes.set_xticks(range(len(stages)), ["plain" if stage == 0 else f"stage {stage}" for stage in stages])
         axes.set_ylabel("GB per GPU")
         axes.set_xlim(-0.5, len(stages) - 0.5)

@@ -98,6 +98,10 @@ class Diagram:
             colour = colour if colour == EMPTY else letters(colour)
             self.labels.append(Label(x, middle, line, size, anchor, colour, bold, ground))
 
+    def note(self, x: float, y: float, text: str, colour: str = GREY) -> None:
+        """Small lines of text that begin at x."""
+        self.text(x, y, text, SMALL, "start", colour)
+
     def arrow(
         self,
         *points: Point,

@@ -83,14 +83,8 @@ def ring(ranks: int = 4) -> Diagram:
                 before = held[send.to, send.part] if phase == "reduce-scatter" else frozenset()
                 held[send.to, send.part] = send.shares | before
         top += 58 + ranks * 24
-    diagram.text(
-        MARGIN,
-        top - 6,
-        f"number in a part: how many ranks' gradients are summed in it;  solid: the sum of all {ranks}",
-        SMALL,
-        "start",
-        GREY,
-    )
+    explained = f"number in a part: how many ranks' gradients are summed in it;  solid: the sum of all {ranks}"
+    diagram.note(MARGIN, top - 6, explained)
     return diagram
 
 
@@ -126,7 +120,7 @@ def _panel(
                 means=(phase, caption, rank, part, shares),
             )
         diagram.text(x + cell / 2, top + 24 + ranks * 24, str(rank), SMALL, colour=GREY)
-    diagram.text(left + 4, top + 24 + ranks * 24, "rank" if width > 220 else "", SMALL, "start", GREY)
+    diagram.note(left + 4, top + 24 + ranks * 24, "rank" if width > 220 else "")
     for send in sends:
         y = top + 26 + send.part * 24
         x = start + send.source * pitch + cell
@@ -161,78 +155,32 @@ def all_reduce_in_two(ranks: int = 4) -> Diagram:
     columns = [left + number * (grid + gap) for number in range(3)]
     for x, name in zip(columns, ("own gradients", "one sum per rank", "all sums"), strict=True):
         diagram.text(x + grid / 2, top - 12, name, bold=True)
+    whole = COLOURS["gradients"]
     for rank in range(ranks):
         y = top + rank * row
         diagram.text(left - 8, y + 12, f"rank {rank}", anchor="end")
-        for part in range(ranks):
-            diagram.box(
-                columns[0] + part * cell,
-                y,
-                cell,
-                24,
-                "ABCDE"[part].lower(),
-                size=SMALL,
-                fill=tint(COLOURS["gradients"], 0.25),
-                means=("own", rank, part),
-            )
-            whole = COLOURS["gradients"]
+        for part, letter in enumerate("ABCDE"[:ranks]):
+            own, reduced, gathered = (x + part * cell for x in columns)
+            diagram.box(own, y, cell, 24, letter.lower(), size=SMALL, fill=tint(whole, 0.25), means=("own", rank, part))
             if part == rank:
-                diagram.box(
-                    columns[1] + part * cell,
-                    y,
-                    cell,
-                    24,
-                    "ABCDE"[part],
-                    fill=whole,
-                    bold=True,
-                    means=("reduced", rank, part),
-                )
+                diagram.box(reduced, y, cell, 24, letter, fill=whole, bold=True, means=("reduced", rank, part))
             else:
-                diagram.box(columns[1] + part * cell, y, cell, 24, stroke="#BBBBBB", dashed=True)
-            diagram.box(
-                columns[2] + part * cell,
-                y,
-                cell,
-                24,
-                "ABCDE"[part],
-                fill=whole,
-                bold=True,
-                means=("gathered", rank, part),
-            )
+                diagram.box(reduced, y, cell, 24, stroke="#BBBBBB", dashed=True)
+            diagram.box(gathered, y, cell, 24, letter, fill=whole, bold=True, means=("gathered", rank, part))
     middle = top + ranks * row / 2 - 3
+    part_sent = f"{ranks - 1}/{ranks} of the bucket"
+    sent = f"{part_sent}\nsent per rank" if gap < 165 else f"{part_sent} sent\nper rank"
     for x, name in ((columns[0] + grid, "reduce-scatter"), (columns[1] + grid, "all-gather")):
         diagram.arrow((x + 10, middle), (x + gap - 10, middle), colour=SENT, width=2.4)
         diagram.text(x + gap / 2, middle - 14, name, bold=True, colour=SENT)
-        diagram.text(
-            x + gap / 2,
-            middle + 15,
-            f"{ranks - 1}/{ranks} of the bucket\nsent per rank"
-            if gap < 165
-            else f"{ranks - 1}/{ranks} of the bucket sent\nper rank",
-            SMALL,
-            colour=GREY,
-        )
-    start, end = columns[0] + grid / 2, columns[2] + grid / 2
+        diagram.text(x + gap / 2, middle + 15, sent, SMALL, colour=GREY)
+    start, between, end = (x + grid / 2 for x in columns)
     over = diagram.head + 24
     diagram.arrow((start, top - 24), (start, over), (end, over), (end, top - 24), colour=SENT, width=1.4)
-    diagram.text(
-        (start + end) / 2,
-        over,
-        f"all-reduce: 2 · {ranks - 1}/{ranks} of the bucket sent per rank",
-        colour=SENT,
-        bold=True,
-        ground=True,
-    )
-    bottom = top + ranks * row + 20
-    diagram.arrow(
-        (columns[1] + grid / 2, bottom - 4),
-        (columns[1] + grid / 2, top + ranks * row - 2),
-        colour=COLOURS["optimizer states"],
-    )
-    diagram.text(
-        columns[1] + grid / 2,
-        bottom + 6,
-        colour=COLOURS["optimizer states"],
-        text="ZeRO: each rank updates the weights of its own part, and weights are gathered",
-    )
+    both = f"all-reduce: 2 · {part_sent} sent per rank"
+    diagram.text((start + end) / 2, over, both, colour=SENT, bold=True, ground=True)
+    bottom, colour = top + ranks * row, COLOURS["optimizer states"]
+    diagram.arrow((between, bottom + 16), (between, bottom - 2), colour=colour)
+    update = "ZeRO: each rank updates the weights of its own part, and weights are gathered"
+    diagram.text(between, bottom + 26, update, colour=colour)
     return diagram

@@ -1,6 +1,8 @@
 """Diagrams of data parallelism: who gets which rows, when buckets leave, and what no_sync saves."""
 
+import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -32,9 +34,50 @@ def buckets(
     sizes = dict(layers or LAYERS)
     if not 3 <= len(sizes) <= 8:
         raise ConfigError(f"a diagram of {len(sizes)} layers", "take 3 to 8")
-    names = list(reversed(sizes))
+    names, total = list(reversed(sizes)), sum(sizes.values())
+    of, ready, spans = _when_sent(sizes, first_bucket, bucket_size, send_per_unit)
+    hidden = sum(min(stop, total) - min(start, total) for start, stop in spans)
+    share = hidden / sum(stop - start for start, stop in spans)
+    diagram = Diagram(
+        f"A bucket leaves as soon as it is full: {share:.0%} of the all-reduce runs while backward still computes",
+        f"Two lanes over time. The upper one is the backward, layer by layer from {names[0]} to {names[-1]}; the lower "
+        f"one the all-reduces of {len(spans)} buckets, each of which starts when its last gradient is there "
+        "and the all-reduce before it has ended. The last one starts only after the backward.",
+    )
+    left, top = 92.0, diagram.head + 12
+    end = max(spans[-1][1], total)
+    scale = (WIDTH - MARGIN - 8 - left) / end
+    right, lower = left + end * scale, top + 96
+    diagram.lane(top, "backward", left, right, 36)
+    diagram.lane(lower, "all-reduce", left, right, 36)
+    clock = 0.0
+    for name in names:
+        x, width = left + clock * scale, sizes[name] * scale
+        text, fill = name.replace(" ", "\n") if width < 62 else name, COLOURS["backward"]
+        diagram.box(x, top, width, 36, text, size=SMALL, fill=fill, means=("backward", name, of[name]))
+        clock += sizes[name]
+        if clock == ready[of[name]]:
+            start = left + spans[of[name]][0] * scale
+            full = (left + clock * scale, top + 38), (start + 1, lower - 2)
+            diagram.arrow(*full, colour=SENT, means=("full", of[name]))
+    for number, (start, stop) in enumerate(spans):
+        x, width = left + start * scale, (stop - start) * scale
+        text, means = f"bucket {number}" if width > 56 else str(number), ("all-reduce", number, start, stop)
+        diagram.box(x, lower, width, 36, text, fill=SENT, size=SMALL, means=means)
+    finish = left + total * scale
+    diagram.arrow((finish, top - 8), (finish, lower + 44), head=False, dashed=True, colour=GREY, width=1.2)
+    diagram.text(finish, lower + 52, "backward ends", SMALL, colour=GREY)
+    diagram.note(left + 4, (top + 36 + lower) / 2, "full", SENT)
+    diagram.time_axis(left, right, lower + 68)
+    return diagram
+
+
+def _when_sent(
+    sizes: dict[str, int], first_bucket: int, bucket_size: int, send_per_unit: float
+) -> tuple[dict[str, int], list[float], list[tuple[float, float]]]:
+    """The bucket of each layer; of each bucket, when it is full, and when its all-reduce begins and ends."""
     # One byte per unit of size, so that the library's own rule cuts the buckets.
-    gradients = {name: torch.empty(sizes[name], dtype=torch.uint8, device="meta") for name in names}
+    gradients = {name: torch.empty(sizes[name], dtype=torch.uint8, device="meta") for name in reversed(sizes)}
     cut = in_buckets(gradients.values(), first_bucket, bucket_size)
     of = {
         name: number
@@ -42,65 +85,13 @@ def buckets(
         for name, gradient in gradients.items()
         if any(gradient is one for one in bucket)
     }
-    total = sum(sizes.values())
-    ready, clock = [0.0] * len(cut), 0.0
-    for name in names:
-        clock += sizes[name]
-        ready[of[name]] = clock
+    lengths = [float(sum(gradient.numel() for gradient in bucket)) for bucket in cut]
+    ready = list(itertools.accumulate(lengths))
     spans: list[tuple[float, float]] = []
-    for number, bucket in enumerate(cut):
-        start = max(ready[number], spans[-1][1] if spans else 0.0)
-        spans.append((start, start + send_per_unit * sum(gradient.numel() for gradient in bucket)))
-    end = spans[-1][1]
-    hidden = sum(min(stop, total) - min(start, total) for start, stop in spans)
-    share = hidden / sum(stop - start for start, stop in spans)
-    diagram = Diagram(
-        f"A bucket leaves as soon as it is full: {share:.0%} of the all-reduce runs while backward still computes",
-        f"Two lanes over time. The upper one is the backward, layer by layer from {names[0]} to {names[-1]}; the lower "
-        f"one the all-reduces of {len(cut)} buckets, each of which starts when its last gradient is there "
-        "and the all-reduce before it has ended. The last one starts only after the backward.",
-    )
-    left, top = 92.0, diagram.head + 12
-    scale = (WIDTH - MARGIN - 8 - left) / max(end, total)
-    lower = top + 96
-    diagram.lane(top, "backward", left, left + max(end, total) * scale, 36)
-    diagram.lane(lower, "all-reduce", left, left + max(end, total) * scale, 36)
-    clock = 0.0
-    for name in names:
-        width = sizes[name] * scale
-        diagram.box(
-            left + clock * scale,
-            top,
-            width,
-            36,
-            name.replace(" ", "\n") if width < 62 else name,
-            size=SMALL,
-            fill=COLOURS["backward"],
-            means=("backward", name, of[name]),
-        )
-        clock += sizes[name]
-        if clock == ready[of[name]]:
-            x = left + clock * scale
-            start = left + spans[of[name]][0] * scale
-            diagram.arrow((x, top + 38), (start + 1, lower - 2), colour=SENT, means=("full", of[name]))
-    for number, (start, stop) in enumerate(spans):
-        width = (stop - start) * scale
-        diagram.box(
-            left + start * scale,
-            lower,
-            width,
-            36,
-            f"bucket {number}" if width > 56 else str(number),
-            fill=SENT,
-            size=SMALL,
-            means=("all-reduce", number, start, stop),
-        )
-    finish = left + total * scale
-    diagram.arrow((finish, top - 8), (finish, lower + 44), head=False, dashed=True, colour=GREY, width=1.2)
-    diagram.text(finish, lower + 52, "backward ends", SMALL, colour=GREY)
-    diagram.text(left + 4, (top + 36 + lower) / 2, "full", SMALL, "start", SENT)
-    diagram.time_axis(left, left + max(end, total) * scale, lower + 68)
-    return diagram
+    for full, length in zip(ready, lengths, strict=True):
+        start = max(full, spans[-1][1] if spans else 0.0)
+        spans.append((start, start + send_per_unit * length))
+    return of, ready, spans
 
 
 def dealt_rows(rows: int, batch_size: int, ranks: int) -> list[list[list[int]]]:
@@ -147,17 +138,7 @@ def dealing(rows: int = 10, batch_size: int = 4, ranks: int = 2) -> Diagram:
     diagram.text(left - 8, top + 14, "the data", anchor="end")
     for row in range(rows):
         owner = row // batch_size % ranks
-        diagram.box(
-            left + row * size,
-            top,
-            size - 2,
-            28,
-            str(row),
-            fill=tint(SERIES[owner], 0.35),
-            stroke="none",
-            size=SMALL,
-            means=("data", row, owner),
-        )
+        _row(diagram, left + row * size, top, size - 2, row, owner, means=("data", row, owner))
     gap, seen = 40.0, set[int]()
     pitch = batch_size * 26.0 + gap
     for number in range(rounds):
@@ -168,31 +149,21 @@ def dealing(rows: int = 10, batch_size: int = 4, ranks: int = 2) -> Diagram:
             if not number:
                 diagram.text(left - 8, y + 14, f"rank {rank}", anchor="end")
             for position, row in enumerate(dealt[rank][number]):
-                again = row in seen
+                means = ("dealt", rank, number, row, row in seen)
+                _row(diagram, x + position * 26, y, 24, row, rank, again=row in seen, means=means)
                 seen.add(row)
-                fill = EMPTY if again else tint(SERIES[rank], 0.35)
-                diagram.box(
-                    x + position * 26,
-                    y,
-                    24,
-                    28,
-                    str(row),
-                    fill=fill,
-                    stroke=GREY if again else "none",
-                    dashed=again,
-                    size=SMALL,
-                    means=("dealt", rank, number, row, again),
-                )
     if computed > rows:
-        diagram.text(
-            left,
-            top + 80 + ranks * 38,
-            "dashed: repeated, so that every rank has a whole batch; gather_for_metrics drops these rows",
-            SMALL,
-            "start",
-            GREY,
-        )
+        said = "dashed: repeated, so that every rank has a whole batch; gather_for_metrics drops these rows"
+        diagram.note(left, top + 80 + ranks * 38, said)
     return diagram
+
+
+def _row(
+    diagram: Diagram, x: float, y: float, width: float, row: int, rank: int, *, again: bool = False, means: Any
+) -> None:
+    """A row of the data in the colour of its rank, or dashed where it comes again."""
+    fill, stroke = (EMPTY, GREY) if again else (tint(SERIES[rank], 0.35), "none")
+    diagram.box(x, y, width, 28, str(row), fill=fill, stroke=stroke, dashed=again, size=SMALL, means=means)
 
 
 def no_sync(micro_batches: int = 4, all_reduce: float = 1.5) -> Diagram:

@@ -1,10 +1,11 @@
 """Diagram of expert parallelism: whose tokens go to whose experts, by one all-to-all there and one back."""
 
+import itertools
 from collections.abc import Sequence
 
 from course_lib.figures.diagrams.base import Diagram
 from course_lib.figures.diagrams.collectives import SENT, check_ranks
-from course_lib.figures.diagrams.marks import GREY, SMALL, tint
+from course_lib.figures.diagrams.marks import GREY, SMALL, Box, tint
 from course_lib.figures.style import COLOURS
 
 ROW = 104
@@ -48,70 +49,39 @@ def two_all_to_alls(counts: Sequence[Sequence[int]]) -> Diagram:
         (650, "its outputs", COLOURS["activations"]),
     ):
         diagram.text(x, top - 14, text, SMALL, colour=colour, bold=True)
+    copies = [sum(column) for column in zip(*counts, strict=True)]
     tokens, homes, outputs = [], [], []
     for rank in range(ranks):
         y = top + rank * ROW
-        tokens.append(
-            diagram.box(
-                20,
-                y + 18,
-                112,
-                42,
-                f"rank {rank}\n{sum(to[rank])} copies",
-                fill=tint(COLOURS["activations"], 0.5),
-                size=SMALL,
-                means=("tokens", rank),
-            )
-        )
+        tokens.append(_tokens(diagram, 20, y, rank, f"{sum(to[rank])} copies", "tokens"))
         homes.append(diagram.box(270, y, 180, 78, fill="#FFFFFF", means=("rank", rank, worked[rank])))
-        each = 172 / share
-        for place in range(share):
-            number = sum(row[rank * share + place] for row in counts)
-            diagram.box(
-                274 + place * each,
-                y + 4,
-                each - 2,
-                40,
-                f"e{rank * share + place}\n{number}",
-                size=SMALL,
-                fill=tint(
-                    COLOURS["parameters"], 0.75 * number / max(sum(column) for column in zip(*counts, strict=True))
-                ),
-                means=("expert", rank * share + place, number),
-            )
+        _experts(diagram, y, range(rank * share, (rank + 1) * share), copies)
         diagram.text(360, y + 61, f"rank {rank}: {worked[rank]} copies", SMALL, bold=True)
-        outputs.append(
-            diagram.box(
-                588,
-                y + 18,
-                112,
-                42,
-                f"rank {rank}\n{sum(to[rank])} outputs",
-                fill=tint(COLOURS["activations"], 0.5),
-                size=SMALL,
-                means=("outputs", rank),
-            )
-        )
-    for here in range(ranks):
-        for there in range(ranks):
-            wide = 0.6 + 7 * to[here][there] / widest
-            of_here, of_there = (here + 1) / (ranks + 1), (there + 1) / (ranks + 1)
-            colour = SENT if here != there else GREY
-            diagram.arrow(
-                tokens[here].edge("right", of_there),
-                homes[there].edge("left", of_here),
-                colour=colour,
-                width=wide,
-                head=False,
-                means=("there", here, there, to[here][there]),
-            )
-            diagram.arrow(
-                homes[there].edge("right", of_here),
-                outputs[here].edge("left", of_there),
-                colour=colour,
-                width=wide,
-                head=False,
-                means=("back", there, here, to[here][there]),
-            )
+        outputs.append(_tokens(diagram, 588, y, rank, f"{sum(to[rank])} outputs", "outputs"))
+    for here, there in itertools.product(range(ranks), repeat=2):
+        of_here, of_there = (here + 1) / (ranks + 1), (there + 1) / (ranks + 1)
+        colour, wide = SENT if here != there else GREY, 0.6 + 7 * to[here][there] / widest
+        for way, start, end in (
+            (("there", here, there), tokens[here].edge("right", of_there), homes[there].edge("left", of_here)),
+            (("back", there, here), homes[there].edge("right", of_here), outputs[here].edge("left", of_there)),
+        ):
+            diagram.arrow(start, end, colour=colour, width=wide, head=False, means=(*way, to[here][there]))
     diagram.text(360, top + ranks * ROW - 4, "grey lines stay on their rank: nothing is sent", SMALL, colour=GREY)
     return diagram
+
+
+def _tokens(diagram: Diagram, x: float, y: float, rank: int, text: str, kind: str) -> Box:
+    """A rank's tokens, or their outputs."""
+    fill = tint(COLOURS["activations"], 0.5)
+    return diagram.box(x, y + 18, 112, 42, f"rank {rank}\n{text}", fill=fill, size=SMALL, means=(kind, rank))
+
+
+def _experts(diagram: Diagram, y: float, own: Sequence[int], copies: Sequence[int]) -> None:
+    """The experts of one rank side by side, the darker the more copies they get."""
+    width = 172 / len(own)
+    for place, expert in enumerate(own):
+        number = copies[expert]
+        fill = tint(COLOURS["parameters"], 0.75 * number / max(copies))
+        means = ("expert", expert, number)
+        x = 274 + place * width
+        diagram.box(x, y + 4, width - 2, 40, f"e{expert}\n{number}", size=SMALL, fill=fill, means=means)

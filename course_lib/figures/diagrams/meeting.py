@@ -3,7 +3,7 @@
 from course_lib.errors import ConfigError
 from course_lib.figures.diagrams.base import Diagram
 from course_lib.figures.diagrams.collectives import SENT
-from course_lib.figures.diagrams.marks import GREY, MARGIN, SMALL, WIDTH, tint
+from course_lib.figures.diagrams.marks import GREY, INK, MARGIN, SMALL, WIDTH, Box, tint
 from course_lib.figures.style import COLOURS
 
 
@@ -31,71 +31,36 @@ def rendezvous(machines: int = 2, per_machine: int = 2) -> Diagram:
     )
     left, top = MARGIN + 2, diagram.head + 8
     width = (WIDTH - 2 * left + 16) / machines
-    store = diagram.box(
-        left + 20,
-        top + 224,
-        min(width - 56, 300),
-        40,
-        "the store, which listens at\nMASTER_ADDR:MASTER_PORT",
-        fill=tint(COLOURS["data"], 0.35),
-        radius=6,
-        size=SMALL,
-        means="store",
-    )
+    text, fill = "the store, which listens at\nMASTER_ADDR:MASTER_PORT", tint(COLOURS["data"], 0.35)
+    wide = min(width - 56, 300)
+    store = diagram.box(left + 20, top + 224, wide, 40, text, fill=fill, radius=6, size=SMALL, means="store")
+    pitch, fill = (width - 32) / per_machine, tint(COLOURS["parameters"], 0.18)
     for machine in range(machines):
         x = left + machine * width
-        diagram.box(x, top, width - 16, 186, dashed=True, stroke=GREY, radius=8, means=("machine", machine))
-        diagram.text(x + 10, top + 14, f"machine {machine}", SMALL, "start", GREY)
-        launcher = diagram.box(
-            x + width / 2 - 78,
-            top + 24,
-            140,
-            28,
-            "launcher",
-            fill=tint(COLOURS["forward"], 0.4),
-            radius=6,
-            means=("launcher", machine),
-        )
-        pitch = (width - 32) / per_machine
+        launcher = _machine(diagram, x, top, width, machine)
         for local in range(per_machine):
             rank = machine * per_machine + local
-            box = diagram.box(
-                x + 8 + local * pitch,
-                top + 92,
-                pitch - 8,
-                74,
-                fill=tint(COLOURS["parameters"], 0.18),
-                radius=6,
-                means=("rank", rank, local),
-            )
+            means = ("rank", rank, local)
+            box = diagram.box(x + 8 + local * pitch, top + 92, pitch - 8, 74, fill=fill, radius=6, means=means)
             diagram.text(*box.centre, f"RANK={rank}\nLOCAL_RANK={local}\nWORLD_SIZE={world}", SMALL)
-            diagram.arrow(
-                (launcher.x + launcher.width * (local + 1) / (per_machine + 1), launcher.bottom),
-                box.edge("top"),
-                width=1.4,
-                means=("starts", rank),
-            )
-            end = (store.x + store.width * (rank + 1) / (world + 1), store.y)
-            across = top + 200 + 4 * machine
+            start = launcher.edge("bottom", (local + 1) / (per_machine + 1))
+            diagram.arrow(start, box.edge("top"), width=1.4, means=("starts", rank))
+            end, turn = store.edge("top", (rank + 1) / (world + 1)), top + 200
             if machine:
-                end = (store.right, store.y + 10 + 8 * local)
-                diagram.arrow(
-                    (box.centre[0], box.bottom), (box.centre[0], end[1]), end, colour=SENT, means=("asks", rank)
-                )
-            else:
-                diagram.arrow(box.edge("bottom"), (box.centre[0], across), end, colour=SENT, means=("asks", rank))
-    diagram.text(
-        left,
-        store.bottom + 18,
-        "1. The launchers start the processes.  2. All meet at the store: the rendezvous.",
-        SMALL,
-        "start",
-    )
-    diagram.text(
-        left,
-        store.bottom + 34,
-        "3. Each reads the others' addresses there, and from then on they talk directly.",
-        SMALL,
-        "start",
-    )
+                end = store.right, store.y + 10 + 8 * local
+                turn = end[1]
+            diagram.arrow(box.edge("bottom"), (box.centre[0], turn), end, colour=SENT, means=("asks", rank))
+    for down, line in (
+        (18, "1. The launchers start the processes.  2. All meet at the store: the rendezvous."),
+        (34, "3. Each reads the others' addresses there, and from then on they talk directly."),
+    ):
+        diagram.note(left, store.bottom + down, line, INK)
     return diagram
+
+
+def _machine(diagram: Diagram, x: float, y: float, width: float, number: int) -> Box:
+    """A machine's frame and, in it, its launcher, which is returned."""
+    diagram.box(x, y, width - 16, 186, dashed=True, stroke=GREY, radius=8, means=("machine", number))
+    diagram.note(x + 10, y + 14, f"machine {number}")
+    fill, means = tint(COLOURS["forward"], 0.4), ("launcher", number)
+    return diagram.box(x + width / 2 - 78, y + 24, 140, 28, "launcher", fill=fill, radius=6, means=means)

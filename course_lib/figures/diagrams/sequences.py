@@ -2,7 +2,7 @@
 
 from course_lib.figures.diagrams.base import Diagram
 from course_lib.figures.diagrams.collectives import SENT, check_ranks
-from course_lib.figures.diagrams.marks import GREY, MARGIN, SMALL, WIDTH, tint
+from course_lib.figures.diagrams.marks import MARGIN, SMALL, WIDTH, tint
 from course_lib.figures.style import COLOURS, SERIES
 from course_lib.parallel.sequence_layout import SequenceLayout
 
@@ -57,7 +57,7 @@ def keys_on_the_ring(ranks: int = 3) -> Diagram:
         )
     ):
         diagram.box(left + place * 190, bottom - 8, 16, 16, fill=fill)
-        diagram.text(left + place * 190 + 24, bottom, text, SMALL, "start", GREY)
+        diagram.note(left + place * 190 + 24, bottom, text)
     return diagram
 
 

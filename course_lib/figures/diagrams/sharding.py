@@ -91,13 +91,11 @@ def fsdp_cuts(parameters: Mapping[str, tuple[int, int]] | None = None, ranks: in
         raise ConfigError(f"a diagram of {sum(numels.values())} elements", "take parameters of 48 elements at most")
     total = padded(sum(numels.values()), ranks)
     starts = dict(zip(numels, itertools.accumulate(numels.values(), initial=0), strict=False))
+    run = total // ranks
     cut = [
         name
         for name in numels
-        if sum(
-            overlap(starts[name], numels[name], rank * total // ranks, total // ranks)[1] > 0 for rank in range(ranks)
-        )
-        > 1
+        if sum(overlap(starts[name], numels[name], rank * run, run)[1] > 0 for rank in range(ranks)) > 1
     ]
     diagram = Diagram(
         "FSDP 1 cuts where the bytes say, in the middle of a matrix too; FSDP 2 cuts every parameter between rows",
@@ -105,65 +103,54 @@ def fsdp_cuts(parameters: Mapping[str, tuple[int, int]] | None = None, ranks: in
         f"included, that is cut into {ranks} equal runs; the cut goes through {', '.join(cut) or 'none'}. Below: each "
         f"parameter as a matrix whose rows are dealt to {ranks} ranks, padded where they do not divide.",
     )
-    colours = {rank: tint(COLOURS["parameters"], (0.95, 0.2, 0.55, 0.1)[rank]) for rank in range(ranks)}
-    left, top = float(MARGIN), diagram.head + 12
+    top = diagram.head + 12
+    _flat_buffer(diagram, top, numels, total, ranks)
+    _by_rows(diagram, top + 108, shapes, ranks)
+    return diagram
+
+
+def _element(
+    diagram: Diagram, box: tuple[float, float, float, float], kind: str, rank: int, name: str, place: int
+) -> None:
+    """One element of a parameter, or of padding, which has no name, in its rank's shade."""
+    fill = tint(COLOURS["parameters"], (0.95, 0.2, 0.55, 0.1)[rank])
+    diagram.box(*box, name or "–", fill=fill, size=SMALL, dashed=not name, means=(kind, rank, name, place))
+
+
+def _flat_buffer(diagram: Diagram, top: float, numels: Mapping[str, int], total: int, ranks: int) -> None:
+    """Parameters of so many elements end to end, padded to the total, with a line where a rank's run ends."""
+    left, cell = float(MARGIN), min(26.0, (WIDTH - 2 * MARGIN) / total)
     diagram.text(left, top, "FSDP 1: one flat buffer", anchor="start", bold=True)
-    cell = min(26.0, (WIDTH - 2 * MARGIN) / total)
-    owners = [
-        (name, row, column)
-        for name, (rows, columns) in shapes.items()
-        for row in range(rows)
-        for column in range(columns)
-    ] + [("", 0, 0)] * (total - sum(numels.values()))
-    for place, (name, _, _) in enumerate(owners):
-        rank = place * ranks // total
-        diagram.box(
-            left + place * cell,
-            top + 42,
-            cell,
-            26,
-            name or "–",
-            fill=colours[rank],
-            size=SMALL,
-            dashed=not name,
-            means=("flat", rank, name, place - starts.get(name, 0) if name else place),
-        )
+    owners = [(name, place) for name, numel in numels.items() for place in range(numel)]
+    owners += [("", place) for place in range(len(owners), total)]
+    for number, (name, place) in enumerate(owners):
+        _element(diagram, (left + number * cell, top + 42, cell, 26), "flat", number * ranks // total, name, place)
     for rank in range(ranks):
         x = left + rank * total // ranks * cell
         diagram.text(x + total / ranks * cell / 2, top + 26, f"rank {rank}", bold=True, colour=COLOURS["parameters"])
         if rank:
             diagram.arrow((x, top + 18), (x, top + 78), head=False, width=3)
-    top += 108
-    diagram.text(left, top, "FSDP 2: each parameter by its rows", anchor="start", bold=True)
-    x, deepest = left + 8, top
-    wide = max(padded(rows, ranks) // ranks for rows, _ in shapes.values())
+
+
+def _by_rows(diagram: Diagram, top: float, shapes: Mapping[str, tuple[int, int]], ranks: int) -> None:
+    """Parameters as matrices, side by side; a rank's rows stand below those of the rank before it."""
+    x = MARGIN + 8.0
+    diagram.text(x - 8, top, "FSDP 2: each parameter by its rows", anchor="start", bold=True)
+    deepest = max(padded(rows, ranks) // ranks for rows, _ in shapes.values())
+    tops = [top + 38 + rank * (deepest * 24 + 10) for rank in range(ranks)]
     for name, (rows, columns) in shapes.items():
+        wide = max(columns * 26, 34)
+        diagram.text(x + wide / 2, top + 24, f"{name}: {rows} x {columns}", SMALL, colour=GREY)
         share = padded(rows, ranks) // ranks
-        diagram.text(x + max(columns * 26, 34) / 2, top + 24, f"{name}: {rows} x {columns}", SMALL, colour=GREY)
-        for row in range(share * ranks):
+        for row, column in itertools.product(range(share * ranks), range(columns)):
             rank, place = divmod(row, share)
-            y = top + 38 + rank * (wide * 24 + 10) + place * 24
-            for column in range(columns):
-                inside = row < rows
-                diagram.box(
-                    x + column * 26,
-                    y,
-                    26,
-                    24,
-                    name if inside else "–",
-                    fill=colours[rank],
-                    size=SMALL,
-                    dashed=not inside,
-                    means=("rows", rank, name if inside else "", row * columns + column),
-                )
-            deepest = max(deepest, y + 24)
-        x += max(columns * 26, 34) + 44
-    for rank in range(ranks):
-        y = top + 38 + rank * (wide * 24 + 10)
-        diagram.text(x - 12, y + wide * 12, f"rank {rank}", anchor="start", bold=True, colour=COLOURS["parameters"])
+            box = x + column * 26, tops[rank] + place * 24, 26, 24
+            _element(diagram, box, "rows", rank, name if row < rows else "", row * columns + column)
+        x += wide + 44
+    for rank, y in enumerate(tops):
+        diagram.text(x - 12, y + deepest * 12, f"rank {rank}", anchor="start", bold=True, colour=COLOURS["parameters"])
     if any(box.dashed for box in diagram.boxes):
-        diagram.text(x + 60, top + 60, "–  padding, so that all ranks send equally much", SMALL, "start", GREY)
-    return diagram
+        diagram.note(x + 60, top + 60, "–  padding, so that all ranks send equally much")
 
 
 def hybrid(replicas: int = 2, shards: int = 4) -> Diagram:
@@ -188,13 +175,8 @@ def hybrid(replicas: int = 2, shards: int = 4) -> Diagram:
     pitch = (WIDTH - MARGIN - left) / shards
     width = min(84.0, pitch - 14)
     height = 92.0
-    diagram.text(
-        left + (shards * pitch) / 2,
-        top - 24,
-        "inside a machine: all-gather of weights, reduce-scatter of gradients (fast links)",
-        colour=SENT,
-        bold=True,
-    )
+    inside = "inside a machine: all-gather of weights, reduce-scatter of gradients (fast links)"
+    diagram.text(left + (shards * pitch) / 2, top - 24, inside, colour=SENT, bold=True)
     for machine in range(replicas):
         y = top + machine * height
         diagram.box(left - 8, y - 10, shards * pitch + 6, 62, fill="#F6F6F6", stroke=PALE, radius=6)
@@ -202,37 +184,17 @@ def hybrid(replicas: int = 2, shards: int = 4) -> Diagram:
         for shard in range(shards):
             x = left + shard * pitch + (pitch - width) / 2 - 5
             rank = machine * shards + shard
-            drawn = diagram.box(
-                x,
-                y,
-                width,
-                42,
-                f"rank {rank}\nshard {shard}" if width > 52 else f"{rank}\n{shard}",
-                fill=tint(COLOURS["parameters"], 0.15 + 0.45 * shard / (shards - 1)),
-                size=SMALL,
-                means=(rank, shard),
-            )
+            text = f"rank {rank}\nshard {shard}" if width > 52 else f"{rank}\n{shard}"
+            fill = tint(COLOURS["parameters"], 0.15 + 0.45 * shard / (shards - 1))
+            middle = diagram.box(x, y, width, 42, text, fill=fill, size=SMALL, means=(rank, shard)).centre[0]
             if shard:
-                diagram.arrow(
-                    (x - pitch + width, y + 21), (x, y + 21), colour=SENT, head=False, width=3, means=(rank - 1, rank)
-                )
+                ends = (x - pitch + width, y + 21), (x, y + 21)
+                diagram.arrow(*ends, colour=SENT, head=False, width=3, means=(rank - 1, rank))
             if machine:
-                diagram.arrow(
-                    (drawn.centre[0], y - height + 42),
-                    (drawn.centre[0], y),
-                    colour=COLOURS["gradients"],
-                    head=False,
-                    means=(rank - shards, rank),
-                )
-    diagram.text(
-        left - 18,
-        top + height - 24,
-        "between machines:\nall-reduce of a\nshard's gradient",
-        SMALL,
-        "end",
-        COLOURS["gradients"],
-        bold=True,
-    )
+                ends = (middle, y - height + 42), (middle, y)
+                diagram.arrow(*ends, colour=COLOURS["gradients"], head=False, means=(rank - shards, rank))
+    between, colour = "between machines:\nall-reduce of a\nshard's gradient", COLOURS["gradients"]
+    diagram.text(left - 18, top + height - 24, between, SMALL, "end", colour, bold=True)
     return diagram
 
 
@@ -292,13 +254,6 @@ def prefetch(blocks: int = 3, gather: float = 0.8) -> Diagram:
                         means=(row, what, block, begin, end),
                     )
     bottom = top + 2 * 128 - 18
-    diagram.text(
-        left,
-        bottom,
-        "G all-gather, R reduce-scatter, F forward, B backward of a block; grey is waiting",
-        SMALL,
-        "start",
-        GREY,
-    )
+    diagram.note(left, bottom, "G all-gather, R reduce-scatter, F forward, B backward of a block; grey is waiting")
     diagram.time_axis(left, WIDTH - MARGIN, bottom + 16)
     return diagram

@@ -31,43 +31,20 @@ def written_keys(ranks: int = 3, missing: int | None = None) -> Diagram:
     for rank in range(ranks):
         y = top + rank * pitch
         gone = rank == missing
-        own = diagram.box(
-            left,
-            y,
-            110,
-            30,
-            f"rank {rank}",
-            fill=tint(COLOURS["wrong"], 0.5) if gone else tint(COLOURS["forward"], 0.5),
-            dashed=gone,
-            means=("rank", rank),
-        )
-        key = diagram.box(
-            middle + 20,
-            y,
-            150,
-            30,
-            f"…/{rank}: nothing" if gone else f"…/{rank}: its address",
-            fill="#FFFFFF" if gone else tint(SENT, 0.35),
-            dashed=gone,
-            size=SMALL,
-            means=("key", rank),
-        )
+        fill = tint(COLOURS["wrong" if gone else "forward"], 0.5)
+        own = diagram.box(left, y, 110, 30, f"rank {rank}", fill=fill, dashed=gone, means=("rank", rank))
+        fill, text = ("#FFFFFF", f"…/{rank}: nothing") if gone else (tint(SENT, 0.35), f"…/{rank}: its address")
+        key = diagram.box(middle + 20, y, 150, 30, text, fill=fill, dashed=gone, size=SMALL, means=("key", rank))
         if gone:
             diagram.arrow(own.edge("right"), (middle - 105, own.centre[1]), dashed=True, means=(rank, "elsewhere"))
             diagram.text(middle - 62, own.centre[1], "wrong port", SMALL, colour=COLOURS["wrong"])
         else:
             diagram.arrow(own.edge("right"), key.edge("left"), means=(rank, "store"))
-        peer = diagram.box(
-            WIDTH - MARGIN - 170,
-            y,
-            170,
-            30,
-            f"wait for …/{missing}" if waits and not gone else "" if gone else "gloo or NCCL, to all others",
-            dashed=waits,
-            size=SMALL,
-            fill=COLOURS["idle"] if waits and not gone else "#FFFFFF",
-            means=("then", rank),
-        )
+        fill, text = "#FFFFFF", "" if gone else "gloo or NCCL, to all others"
+        if waits and not gone:
+            fill, text = COLOURS["idle"], f"wait for …/{missing}"
+        x = WIDTH - MARGIN - 170
+        peer = diagram.box(x, y, 170, 30, text, dashed=waits, size=SMALL, fill=fill, means=("then", rank))
         if not waits:
             diagram.arrow(key.edge("right"), peer.edge("left"), means=("store", rank))
     return diagram

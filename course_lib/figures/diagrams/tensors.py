@@ -5,7 +5,7 @@ import itertools
 from course_lib.errors import ConfigError
 from course_lib.figures.diagrams.base import Diagram
 from course_lib.figures.diagrams.collectives import SENT, check_ranks
-from course_lib.figures.diagrams.marks import GREY, MARGIN, SMALL, TITLE, WIDTH, tint
+from course_lib.figures.diagrams.marks import GREY, MARGIN, SMALL, TITLE, WIDTH, Box, tint
 from course_lib.figures.style import COLOURS, SERIES
 from course_lib.parallel.topology import RankGrid
 
@@ -32,7 +32,6 @@ def columns_then_rows(ranks: int = 2) -> Diagram:
     )
     wide, narrow, high = 112.0, 46.0, 40.0
     middle = diagram.head + 34 + max(wide, ranks * 50) / 2
-    colours = [tint(colour, 0.6) for colour in SERIES[:ranks]]
     x = diagram.box(MARGIN, middle - high / 2, narrow, high, "X", fill=COLOURS["idle"], bold=True)
     f = diagram.box(84, middle - 15, 30, 30, "f", fill=SENT, bold=True, radius=15)
     g = diagram.box(606, middle - 15, 30, 30, "g", fill=SENT, bold=True, radius=15)
@@ -40,17 +39,11 @@ def columns_then_rows(ranks: int = 2) -> Diagram:
     for start, end in ((x, f), (g, z)):
         diagram.arrow(start.edge("right"), end.edge("left"))
     piece = wide / ranks
-    for rank, colour in enumerate(colours):
-        a = diagram.box(
-            140 + rank * piece, middle - narrow / 2, piece, narrow, f"A{rank}", fill=colour, means=("A", rank)
-        )
-        diagram.box(306 + rank * piece, middle - high / 2, piece, high, f"Y{rank}", fill=colour, means=("Y", rank))
-        b = diagram.box(
-            444, middle - wide / 2 + rank * piece, narrow, piece, f"B{rank}", fill=colour, means=("B", rank)
-        )
-        summand = diagram.box(
-            534, middle + (rank - ranks / 2) * 50 + 5, narrow, high, f"Z{rank}", fill=colour, means=("Z", rank)
-        )
+    for rank in range(ranks):
+        a = _block(diagram, "A", rank, 140 + rank * piece, middle - narrow / 2, piece, narrow)
+        _block(diagram, "Y", rank, 306 + rank * piece, middle - high / 2, piece, high)
+        b = _block(diagram, "B", rank, 444, middle - wide / 2 + rank * piece, narrow, piece)
+        summand = _block(diagram, "Z", rank, 534, middle + (rank - ranks / 2) * 50 + 5, narrow, high)
         diagram.arrow(b.edge("right"), summand.edge("left"), colour=GREY)
         diagram.arrow(summand.edge("right"), g.edge("left"))
         if rank == 0:
@@ -59,30 +52,26 @@ def columns_then_rows(ranks: int = 2) -> Diagram:
     diagram.arrow((306 + wide, middle), (444, middle))
     diagram.text(279, middle - 16, "φ", TITLE, bold=True)
     diagram.text(279, middle + 24, "each\nnumber\nby itself", SMALL, colour=GREY)
-    top, sizes = (
-        diagram.head + 12,
-        {
-            35: "rows × h",
-            140 + wide / 2: "h × 4h",
-            306 + wide / 2: "rows × 4h",
-            444 + narrow / 2: "4h × h",
-            534 + narrow / 2: "rows × h",
-            z.centre[0]: "rows × h",
-        },
-    )
-    for place, size in sizes.items():
-        diagram.text(place, top, size, SMALL, colour=GREY)
+    for place, size in (
+        (35, "rows × h"),
+        (140 + wide / 2, "h × 4h"),
+        (306 + wide / 2, "rows × 4h"),
+        (444 + narrow / 2, "4h × h"),
+        (534 + narrow / 2, "rows × h"),
+        (z.centre[0], "rows × h"),
+    ):
+        diagram.text(place, diagram.head + 12, size, SMALL, colour=GREY)
     bottom = middle + max(wide, ranks * 50) / 2 + 28
-    diagram.text(MARGIN, bottom, "f forward: nothing\nbackward: all-reduce", SMALL, "start", colour=SENT)
-    diagram.text(
-        306 + wide / 2,
-        bottom,
-        "a colour is a rank: the columns of Yᵣ meet\nthe rows of Bᵣ, and nothing is sent between",
-        SMALL,
-        colour=GREY,
-    )
+    diagram.note(MARGIN, bottom, "f forward: nothing\nbackward: all-reduce", SENT)
+    meet = "a colour is a rank: the columns of Yᵣ meet\nthe rows of Bᵣ, and nothing is sent between"
+    diagram.text(306 + wide / 2, bottom, meet, SMALL, colour=GREY)
     diagram.text(WIDTH - MARGIN, bottom, "g forward: all-reduce\nbackward: nothing", SMALL, "end", colour=SENT)
     return diagram
+
+
+def _block(diagram: Diagram, name: str, rank: int, x: float, y: float, width: float, height: float) -> Box:
+    """A rank's block of a matrix, in the rank's colour."""
+    return diagram.box(x, y, width, height, f"{name}{rank}", fill=tint(SERIES[rank], 0.6), means=(name, rank))
 
 
 SLICE, WHOLE, COLUMNS, SUMMAND = "a slice of the tokens", "all tokens", "some columns", "a summand"
@@ -132,34 +121,18 @@ def sequence_parallel(ranks: int = 2) -> Diagram:
             diagram.box(*part, fill=fill, stroke="none", means=(place, rank, has))
             if place:
                 sends = {"entered": "all_gather", "z": "reduce_scatter"}.get(name)
-                start, end = (x - pitch + wide + 4, y + high / 2), (x - 4, y + high / 2)
-                diagram.arrow(
-                    start,
-                    end,
-                    colour=SENT if sends else GREY,
-                    width=2.4 if sends else 1.4,
-                    means=(sends, rank) if sends else None,
-                )
+                ends = (x - pitch + wide + 4, y + high / 2), (x - 4, y + high / 2)
+                if sends:
+                    diagram.arrow(*ends, colour=SENT, width=2.4, means=(sends, rank))
+                else:
+                    diagram.arrow(*ends, colour=GREY, width=1.4)
     for rank in range(ranks):
         diagram.text(left - 12, top + rank * (high + 14) + high / 2, f"rank {rank}", anchor="end", bold=True)
     bottom = top + ranks * (high + 14) + 12
     for place, text in ((2, "all-gather\n(backward: reduce-scatter)"), (5, "reduce-scatter\n(backward: all-gather)")):
-        diagram.text(
-            left + (place - 0.5) * pitch + wide / 2 - (30 if place == 5 else 0),
-            bottom,
-            text,
-            SMALL,
-            colour=SENT,
-            bold=True,
-        )
-    diagram.text(
-        left,
-        bottom + 36,
-        "split work: heads in attention, columns of the hidden layer in the MLP",
-        SMALL,
-        "start",
-        GREY,
-    )
+        x = left + (place - 0.5) * pitch + wide / 2 - (30 if place == 5 else 0)
+        diagram.text(x, bottom, text, SMALL, colour=SENT, bold=True)
+    diagram.note(left, bottom + 36, "split work: heads in attention, columns of the hidden layer in the MLP")
     diagram.text(left, bottom, "down: tokens\nright: columns", SMALL, colour=GREY)
     return diagram
 
@@ -185,6 +158,7 @@ def rank_grid(grid: RankGrid) -> Diagram:
     stage_width = (WIDTH - MARGIN - left - (grid.pp - 1) * gap) / grid.pp
     pitch = (stage_width - 16) / grid.tp
     where = {}
+    fill, inset = tint(COLOURS["parameters"], 0.3), min(9.0, 0.16 * pitch)
     for copy, stage, part in itertools.product(range(grid.dp), range(grid.pp), range(grid.tp)):
         rank = int(grid.ranks[copy, stage, part])
         x, y = left + stage * (stage_width + gap), top + copy * height
@@ -192,17 +166,9 @@ def rank_grid(grid: RankGrid) -> Diagram:
             diagram.box(x, y, stage_width, 60, fill="#F6F6F6", stroke=PALE, radius=6)
             if copy == 0:
                 diagram.text(x + stage_width / 2, y - 16, f"stage {stage}", bold=True)
-        inset = min(9.0, 0.16 * pitch)
-        where[rank] = diagram.box(
-            x + 8 + part * pitch + inset,
-            y + 12,
-            pitch - 2 * inset,
-            36,
-            f"rank {rank}" if pitch > 74 else f"{rank}",
-            fill=tint(COLOURS["parameters"], 0.3),
-            radius=4,
-            means=(copy, stage, part),
-        )
+        begin, wide = x + 8 + part * pitch + inset, pitch - 2 * inset
+        text, means = f"rank {rank}" if pitch > 74 else f"{rank}", (copy, stage, part)
+        where[rank] = diagram.box(begin, y + 12, wide, 36, text, fill=fill, radius=4, means=means)
     for copy in range(grid.dp):
         diagram.text(left - 12, top + copy * height + 30, f"copy {copy}", anchor="end", bold=True)
     colours = {"tp": SENT, "pp": COLOURS["activations"], "dp": COLOURS["gradients"]}
