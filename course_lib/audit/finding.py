@@ -107,156 +107,148 @@ def explain(
         close: relative difference that is rounding.
         apart: relative difference of the worst rank.
     """
-    return next(_explanations(name, tensors, wanted.double(), gradients, layout, close, apart))
+    return next(_explanations(_Gradient(name, tensors, wanted.double(), layout, close, apart), gradients))
 
 
-def _explanations(
-    name: str,
-    tensors: Mapping[int, Tensor],
-    right: Tensor,
-    gradients: Mapping[str, Tensor | None],
-    layout: Layout,
-    close: float,
-    apart: float,
-) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class _Gradient:
+    """A parameter's gradient on every rank, and as one process has it."""
+
+    name: str
+    tensors: Mapping[int, Tensor]
+    right: Tensor
+    layout: Layout
+    close: float
+    apart: float
+
+    def alike(self, tensor: Tensor, other: Tensor) -> bool:
+        """Whether they differ by rounding alone."""
+        return bool((tensor - other).norm() <= self.close * other.norm())
+
+    def place_of(self, tensor: Tensor, parts: Sequence[Tensor]) -> int:
+        """Of the first part that is like it; -1: none is."""
+        return next((place for place, part in enumerate(parts) if self.alike(tensor, part)), -1)
+
+    def is_everywhere(self, other: Tensor) -> bool:
+        """Whether every rank has this."""
+        return all(self.alike(tensor, other) for tensor in self.tensors.values())
+
+    def factor(self, rank: int) -> float:
+        """Of the reference, that comes nearest to what a rank has."""
+        return float((self.tensors[rank] * self.right).sum() / self.right.square().sum())
+
+    def finding(self, kind: Kind, why: str, axes: tuple[str, ...] = (), factor: float | None = None) -> Finding:
+        """That this is what is wrong."""
+        return Finding(self.name, kind, factor, axes, f"`{self.name}`: {why}", self.apart)
+
+
+def _explanations(gradient: _Gradient, others: Mapping[str, Tensor | None]) -> Iterator[Finding]:
     """From the simplest to the last, which always fits."""
-
-    def alike(tensor: Tensor, other: Tensor = right) -> bool:
-        return bool((tensor - other).norm() <= close * other.norm())
-
-    factors = {rank: float((tensor * right).sum() / right.square().sum()) for rank, tensor in tensors.items()}
-    one = next(iter(factors.values()))
-    if all(alike(tensor, one * right) for tensor in tensors.values()) and abs(one) > close:
-        kind: Kind = "sign" if abs(one + 1) <= close else "factor"
-        axes: tuple[str, ...] = ()
-        told, near = one, max(close, 1e-3)
-        if kind == "sign":
-            told, why = -1.0, "the sign is wrong"
-        elif size := _size_of(one, layout, near):
-            told, axes = size.factor, size.axes
-            why = f"the size of {size.words}: " + (
-                "divided by it once too often, or a sum over it that is missing"
-                if abs(one) < 1
-                else "summed over it once too often, or not divided by it"
-            )
-        elif size := _size_of(one * one, layout, near):  # what is clipped by a norm
-            axes = size.axes
-            why = f"the root of the size of {size.words}: a norm whose squares are summed over it once too often"
-        else:
-            why = "the size of no axis"
-        yield Finding(name, kind, one, axes, f"`{name}`: {told:.4g} times the reference, {why}", apart)
-
-    for axes in _subsets(layout):  # what the ranks have adds up to the reference
-        groups = [[rank for rank in group if rank in tensors] for group in layout.together(axes)]
-        groups = [group for group in groups if group]
-        sums = [sum((tensors[rank] for rank in group), torch.zeros_like(right)) for group in groups]
-        for kind, parts in (
-            ("not summed", sums),
-            ("not averaged", [s / len(g) for s, g in zip(sums, groups, strict=True)]),
-        ):
-            if all(alike(part) for part in parts) and any(len(group) > 1 for group in groups):
-                verb = kind.removeprefix("not ")
-                yield Finding(
-                    name,
-                    kind,
-                    None,
-                    axes,
-                    f"`{name}`: each rank of {_and(axes)} has its own part; {verb} "
-                    f"over {_and(axes)} they are the reference: that reduction is missing",
-                    apart,
-                )
-
-    wrong = [rank for rank, tensor in tensors.items() if not alike(tensor)]
-    if len(wrong) < len(tensors):
-        where = ranks_are(wrong, "is", "are")
-        yield Finding(
-            name,
-            "rank",
-            factors[wrong[0]],
-            (),
-            f"`{name}`: right on {len(tensors) - len(wrong)} of {len(tensors)} ranks; {where} wrong",
-            apart,
-        )
-    for other, gradient in gradients.items():
-        if (
-            other != name
-            and gradient is not None
-            and gradient.shape == right.shape
-            and all(alike(tensor, gradient.double()) for tensor in tensors.values())
-        ):
-            yield Finding(name, "another's", None, (), f"`{name}`: has the gradient of `{other}`", apart)
-    if right.dim() == 2 and all(alike(tensor, right.T.reshape(right.shape)) for tensor in tensors.values()):
-        yield Finding(name, "transposed", None, (), f"`{name}`: is transposed", apart)
-    yield from _shards(name, tensors, right, layout, close, apart)
-    yield from _exchanged(name, tensors, right, layout, close, apart)
-    yield Finding(
-        name,
+    yield from _scaled(gradient)
+    yield from _not_reduced(gradient)
+    yield from _on_some_ranks(gradient)
+    right, shape = gradient.right, gradient.right.shape
+    for name, other in others.items():
+        if name == gradient.name or other is None or other.shape != shape:
+            continue
+        if gradient.is_everywhere(other.double()):
+            yield gradient.finding("another's", f"has the gradient of `{name}`")
+    if right.dim() == 2 and gradient.is_everywhere(right.T.reshape(shape)):
+        yield gradient.finding("transposed", "is transposed")
+    yield from _shards(gradient)
+    yield from _exchanged(gradient)
+    yield gradient.finding(
         "unrelated",
-        None,
-        (),
-        f"`{name}`: {apart:.2g} of its norm away from the reference, and no factor, sum or shard explains it",
-        apart,
+        f"{gradient.apart:.2g} of its norm away from the reference, and no factor, sum or shard explains it",
     )
 
 
-def _shards(
-    name: str, tensors: Mapping[int, Tensor], right: Tensor, layout: Layout, close: float, apart: float
-) -> Iterator[Finding]:
+def _scaled(gradient: _Gradient) -> Iterator[Finding]:
+    """Where all ranks have one multiple of the reference."""
+    one = gradient.factor(next(iter(gradient.tensors)))
+    if abs(one) <= gradient.close or not gradient.is_everywhere(one * gradient.right):
+        return
+    kind: Kind = "factor"
+    axes: tuple[str, ...] = ()
+    told, near = one, max(gradient.close, 1e-3)
+    if abs(one + 1) <= gradient.close:
+        kind, told, why = "sign", -1.0, "the sign is wrong"
+    elif size := _size_of(one, gradient.layout, near):
+        told, axes = size.factor, size.axes
+        why = f"the size of {size.words}: " + (
+            "divided by it once too often, or a sum over it that is missing"
+            if abs(one) < 1
+            else "summed over it once too often, or not divided by it"
+        )
+    elif size := _size_of(one * one, gradient.layout, near):  # what is clipped by a norm
+        axes = size.axes
+        why = f"the root of the size of {size.words}: a norm whose squares are summed over it once too often"
+    else:
+        why = "the size of no axis"
+    yield gradient.finding(kind, f"{told:.4g} times the reference, {why}", axes, one)
+
+
+def _not_reduced(gradient: _Gradient) -> Iterator[Finding]:
+    """Where what the ranks have adds up to the reference, or is it on average."""
+    for axes in _subsets(gradient.layout):
+        together = gradient.layout.together(axes)
+        groups = [[gradient.tensors[rank] for rank in group if rank in gradient.tensors] for group in together]
+        groups = [group for group in groups if group]
+        sums = [sum(group, torch.zeros_like(gradient.right)) for group in groups]
+        means = [total / len(group) for total, group in zip(sums, groups, strict=True)]
+        kinds: tuple[tuple[Kind, list[Tensor]], ...] = (("not summed", sums), ("not averaged", means))
+        for kind, parts in kinds:
+            if all(gradient.alike(part, gradient.right) for part in parts) and any(len(group) > 1 for group in groups):
+                why = (
+                    f"each rank of {_and(axes)} has its own part; {kind.removeprefix('not ')} over {_and(axes)} they "
+                    "are the reference: that reduction is missing"
+                )
+                yield gradient.finding(kind, why, axes)
+
+
+def _on_some_ranks(gradient: _Gradient) -> Iterator[Finding]:
+    """Where others are right."""
+    ranks = len(gradient.tensors)
+    wrong = [rank for rank, tensor in gradient.tensors.items() if not gradient.alike(tensor, gradient.right)]
+    if len(wrong) < ranks:
+        why = f"right on {ranks - len(wrong)} of {ranks} ranks; {ranks_are(wrong, 'is', 'are')} wrong"
+        yield gradient.finding("rank", why, factor=gradient.factor(wrong[0]))
+
+
+def _shards(gradient: _Gradient) -> Iterator[Finding]:
     """Where all ranks are right but for one chunk of a dimension, each of the others by its own size."""
-    for axes, size in _cuts(layout):
-        for dim in range(right.dim()):
-            if right.shape[dim] % size:
+    for axes, size in _cuts(gradient.layout):
+        for dim in range(gradient.right.dim()):
+            if gradient.right.shape[dim] % size:
                 continue
             bad: set[int] = set()
-            for tensor in tensors.values():
-                parts = zip(tensor.chunk(size, dim), right.chunk(size, dim), strict=True)
-                bad |= {
-                    place for place, (mine, other) in enumerate(parts) if (mine - other).norm() > close * other.norm()
-                }
+            for tensor in gradient.tensors.values():
+                parts = zip(tensor.chunk(size, dim), gradient.right.chunk(size, dim), strict=True)
+                bad |= {place for place, (mine, other) in enumerate(parts) if not gradient.alike(mine, other)}
             if len(bad) == 1:
-                yield Finding(
-                    name,
-                    "shard",
-                    None,
-                    axes,
-                    f"`{name}`: right but for part {min(bad)} of {size} along "
-                    f"its dimension {dim}, as {_and(axes)} cuts it",
-                    apart,
-                )
+                why = f"right but for part {min(bad)} of {size} along its dimension {dim}, as {_and(axes)} cuts it"
+                yield gradient.finding("shard", why, axes)
 
 
-def _exchanged(
-    name: str, tensors: Mapping[int, Tensor], right: Tensor, layout: Layout, close: float, apart: float
-) -> Iterator[Finding]:
+def _exchanged(gradient: _Gradient) -> Iterator[Finding]:
     """Where all ranks have the right chunks of a dimension, or of the flat gradient, in each other's places."""
-    for axes, size in _cuts(layout):
+    right = gradient.right
+    for axes, size in _cuts(gradient.layout):
         for dim, whole in [*((dim, right) for dim in range(right.dim())), (0, right.flatten())]:
             if whole.shape[dim] % size:
                 continue
             parts, orders = whole.chunk(size, dim), set()
-            for tensor in tensors.values():
+            for tensor in gradient.tensors.values():
                 held = tensor.reshape(whole.shape).chunk(size, dim)
-                orders.add(
-                    tuple(
-                        next(
-                            (place for place, part in enumerate(parts) if (mine - part).norm() <= close * part.norm()),
-                            -1,
-                        )
-                        for mine in held
-                    )
-                )
+                orders.add(tuple(gradient.place_of(mine, parts) for mine in held))
             (order, *others) = orders
             if not others and sorted(order) == list(range(size)) and order != tuple(range(size)):
                 where = f"along its dimension {dim}" if whole.shape == right.shape else "of it, flattened,"
-                yield Finding(
-                    name,
-                    "another rank's",
-                    None,
-                    axes,
-                    f"`{name}`: the parts {where} stand in the order "
-                    f"{', '.join(map(str, order))}, as {_and(axes)} cuts it: ranks have each other's",
-                    apart,
+                why = (
+                    f"the parts {where} stand in the order {', '.join(map(str, order))}, as {_and(axes)} cuts it: "
+                    "ranks have each other's"
                 )
+                yield gradient.finding("another rank's", why, axes)
 
 
 def _cuts(layout: Layout) -> Iterator[tuple[tuple[str, ...], int]]:
