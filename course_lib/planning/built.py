@@ -4,6 +4,7 @@ On the meta device parameters have shapes and no elements, so that a model of an
 megabytes. What :mod:`course_lib.planning.families` counts by arithmetic needs neither torch nor transformers.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +15,20 @@ from course_lib.errors import ConfigError, ModelError
 from course_lib.parallel.blocks import blocks
 from course_lib.planning.families import Parts
 
-EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token")
+NAMES = {
+    "hidden": ("hidden_size", "d_model", "n_embd", "dim"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim", "v_head_dim", "d_kv"),
+    "ffn": ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "expansion_ratio"),
+    "ffn of an expert": ("moe_intermediate_size",),
+    "vocab": ("vocab_size",),
+    "context": ("max_position_embeddings", "n_positions", "max_seq_len"),
+    "experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
+    "experts_per_token": ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"),
+    "activation": ("hidden_act", "hidden_activation", "activation_function"),
+}
+"""What configs call a size; of several that one has, the first counts."""
 
 
 def parts(fields: Mapping[str, Any], name: str, head: bool) -> Parts:
@@ -73,58 +86,31 @@ def _build(config: Any, head: bool) -> tuple[Any, bool]:
 def _count(model: Any, config: Any, inside: list[nn.Module], has_head: bool) -> Parts:
     """Parameters by where they are, and the sizes that formulas need."""
 
-    def first_of(names: tuple[str, ...], default: Any = None) -> Any:
-        found = (getattr(config, name, None) for name in names)
-        return next((value for value in found if value), default)
+    def size(name: str, default: Any = None) -> Any:
+        return next((value for key in NAMES[name] if (value := getattr(config, key, None))), default)
 
-    of_blocks = {parameter for block in inside for parameter in block.parameters()}
-    ends = {False: 0, True: 0}  # before the first block, after it
-    passed = False
-    for parameter in model.parameters():
-        passed = passed or parameter in of_blocks
-        if parameter not in of_blocks:
-            ends[passed] += parameter.numel()
-    sums = {"attention": 0, "mlp": 0, "norms": 0}
-    experts = first_of(EXPERTS, 1)
-    chosen = min(first_of(CHOSEN, 1), experts)
-    multiplied, counted = 0.0, set()
-    for block in inside:
-        for name, parameter in block.named_parameters():
-            if parameter in counted:
-                continue
-            counted.add(parameter)
-            of_attention = "attn" in name.lower() or "attention" in name.lower()
-            kind = (
-                "norms"
-                if "norm" in name.lower() or name.lower().startswith("ln")
-                else ("attention" if of_attention else "mlp")
-            )
-            sums[kind] += parameter.numel()
-            if parameter.ndim < 2 or name.endswith("bias"):
-                continue
-            routed = experts > 1 and ("expert" in name and "shared" not in name)
-            multiplied += parameter.numel() * (chosen / experts if routed else 1)
+    experts = size("experts", 1)
+    chosen = min(size("experts_per_token", 1), experts)
+    sums, multiplied = _of_blocks(inside, chosen / experts)
     layers = len(inside)
-    hidden = first_of(("hidden_size", "d_model", "n_embd", "dim"))
-    heads = first_of(("num_attention_heads", "n_head", "n_heads", "num_heads"), 1)
-    attention, mlp, norms = (size // layers for size in sums.values())
-    inner = first_of(("moe_intermediate_size",) if experts > 1 else ()) or first_of(
-        ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "expansion_ratio"), 4 * hidden
-    )
+    attention, mlp, norms = (sums[part] // layers for part in ("attention", "mlp", "norms"))
+    before, after = _outside(model, inside)
+    hidden, heads = size("hidden"), size("heads", 1)
+    expert_ffn = size("ffn of an expert") if experts > 1 else None
     return Parts(
         hidden,
         layers,
         heads,
-        first_of(("num_key_value_heads", "num_kv_heads"), heads),
-        first_of(("head_dim", "v_head_dim", "d_kv"), hidden // heads),
-        int(inner),
-        first_of(("vocab_size",), 1),
-        first_of(("max_position_embeddings", "n_positions", "max_seq_len"), 0),
-        ends[False],
+        size("kv_heads", heads),
+        size("head_dim", hidden // heads),
+        int(expert_ffn or size("ffn", 4 * hidden)),
+        size("vocab", 1),
+        size("context", 0),
+        before,
         attention,
         mlp,
         norms,
-        ends[True],
+        after,
         extra=sum(sums.values()) - layers * (attention + mlp + norms),
         experts=experts,
         experts_per_token=chosen,
@@ -133,8 +119,46 @@ def _count(model: Any, config: Any, inside: list[nn.Module], has_head: bool) -> 
         rotary=any("Rotary" in type(module).__name__ for module in model.modules()),
         causal=(has_head and "CausalLM" in type(model).__name__) or "LMHead" in type(model).__name__,
         has_head=has_head,
-        activation=str(first_of(("hidden_act", "hidden_activation", "activation_function"), "gelu")),
+        activation=str(size("activation", "gelu")),
         dropout=any(isinstance(module, nn.Dropout) and module.p > 0 for module in inside[0].modules()),
         multiplied=round(multiplied / layers),
         encoder_decoder=bool(model.config.is_encoder_decoder),
     )
+
+
+def _outside(model: nn.Module, inside: list[nn.Module]) -> tuple[int, int]:
+    """Parameters before the first block, and after it, of those that are in none."""
+    of_blocks = {parameter for block in inside for parameter in block.parameters()}
+    before, after, passed = 0, 0, False
+    for parameter in model.parameters():
+        if parameter in of_blocks:
+            passed = True
+        elif passed:
+            after += parameter.numel()
+        else:
+            before += parameter.numel()
+    return before, after
+
+
+def _of_blocks(inside: list[nn.Module], share: float) -> tuple[Counter[str], float]:
+    """Parameters of all blocks by part, and how many weights a token is multiplied with: of routed experts a share."""
+    named: dict[nn.Parameter, str] = {}
+    for block in inside:
+        for name, parameter in block.named_parameters():
+            named.setdefault(parameter, name)  # what blocks share counts once
+    sums: Counter[str] = Counter()
+    multiplied = 0.0
+    for parameter, name in named.items():
+        sums[_part_of(name)] += parameter.numel()
+        if parameter.ndim >= 2 and not name.endswith("bias"):
+            routed = "expert" in name and "shared" not in name
+            multiplied += parameter.numel() * (share if routed else 1)
+    return sums, multiplied
+
+
+def _part_of(name: str) -> str:
+    """Attention, norms or MLP, guessed by a parameter's name, as architectures have no common ones."""
+    lower = name.lower()
+    if "norm" in lower or lower.startswith("ln"):
+        return "norms"
+    return "attention" if "attn" in lower or "attention" in lower else "mlp"

@@ -15,6 +15,19 @@ WHOLE = ("adafactor", "muon")
 Context = Literal["ring", "gather", "ulysses"]
 Loss = Literal["plain", "chunked", "linear"]
 Head = Literal["parallel", "gathered"]
+COUNTS = (
+    "sequence_length",
+    "data",
+    "tensor",
+    "pipeline",
+    "context",
+    "replicas",
+    "expert",
+    "micro_batch",
+    "accumulation",
+    "virtual",
+)
+"""Fields of :class:`Plan` that are at least 1."""
 
 
 @dataclass(frozen=True)
@@ -124,18 +137,7 @@ class Plan:
     """The collectives of tensor parallelism move while matmuls run (Transformer Engine's userbuffers, async TP)."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "sequence_length",
-            "data",
-            "tensor",
-            "pipeline",
-            "context",
-            "replicas",
-            "expert",
-            "micro_batch",
-            "accumulation",
-            "virtual",
-        ):
+        for name in COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"a plan with {name} {getattr(self, name)}", "give at least 1")
         if self.recipe and self.recipe not in RECIPES:

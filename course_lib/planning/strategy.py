@@ -4,7 +4,7 @@ What fits with a chance of less than half does not fit.
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import log
 from typing import Any
@@ -134,29 +134,17 @@ def search(
     candidates: list[Candidate] = []
     nearest_fit: dict[str, tuple[Plan, Memory]] = {}
     considered = 0
-    for layout in layouts(
-        model,
-        cluster.gpus,
-        cluster.gpus_per_node,
-        sequence_length,
-        batch,
-        precision,
-        cluster.accelerator.has_host,
-        settings,
-        losses,
-    ):
-        if family(layout) not in families:
+    tried = _layouts_of(families, model, cluster, sequence_length, batch, precision, settings, losses)
+    for plan in (variant for layout in tried for variant in variants(layout, model)):
+        considered += 1
+        held = memory.estimate(model, plan)
+        if held.fits(cluster.accelerator.memory, cluster.host_memory):
+            chance = chance_that_it_fits(held.total, cluster.accelerator.memory)
+            candidates.append(Candidate(plan, held, cost.estimate(model, plan, cluster), chance))
             continue
-        for plan in variants(layout, model):
-            considered += 1
-            held = memory.estimate(model, plan)
-            if held.fits(cluster.accelerator.memory, cluster.host_memory):
-                chance = chance_that_it_fits(held.total, cluster.accelerator.memory)
-                candidates.append(Candidate(plan, held, cost.estimate(model, plan, cluster), chance))
-                continue
-            known = nearest_fit.get(family(plan))
-            if known is None or taken(held, cluster) < taken(known[1], cluster):
-                nearest_fit[family(plan)] = (plan, held)
+        known = nearest_fit.get(family(plan))
+        if known is None or taken(held, cluster) < taken(known[1], cluster):
+            nearest_fit[family(plan)] = (plan, held)
     if not considered:
         raise NothingFits(
             f"a global batch of {batch} on {cluster.gpus} GPUs divides among no layout of {model.name}",
@@ -164,16 +152,9 @@ def search(
         )
     if not candidates:
         closest, held = min(nearest_fit.values(), key=lambda pair: taken(pair[1], cluster))
-        chance = chance_that_it_fits(held.total, cluster.accelerator.memory)
-        host = (
-            f" and {held.host / 2**30:.1f} of {cluster.host_memory / 2**30:.1f} GiB of host memory for each"
-            if held.host
-            else ""
-        )
         raise NothingFits(
             f"{model.name} does not fit on {cluster.gpus} x {cluster.accelerator.name}: the nearest layout "
-            f"({closest.strategy}, micro-batch {closest.micro_batch}) takes {held.total / 2**30:.1f} of "
-            f"{cluster.accelerator.memory / 2**30:.1f} GiB per GPU, a chance of {chance:.0%}{host}",
+            f"({closest.strategy}, micro-batch {closest.micro_batch}) takes {_of_what_there_is(held, cluster)}",
             smallest_change(model, cluster, closest, global_batch, families, settings, losses),
         )
     candidates.sort(key=place)
@@ -184,6 +165,32 @@ def search(
         if name in nearest_fit and name not in fitting
     ]
     return Search(model, cluster, candidates, failed, considered)
+
+
+def _layouts_of(
+    families: Collection[str],
+    model: Model,
+    cluster: Cluster,
+    sequence_length: int,
+    global_batch: int,
+    precision: str,
+    settings: Mapping[str, Any],
+    losses: Collection[Loss],
+) -> Iterator[Plan]:
+    """The layouts of some families."""
+    gpus, offload = (cluster.gpus, cluster.gpus_per_node), cluster.accelerator.has_host
+    every = layouts(model, *gpus, sequence_length, global_batch, precision, offload, settings, losses)
+    return (layout for layout in every if family(layout) in families)
+
+
+def _of_what_there_is(held: Memory, cluster: Cluster) -> str:
+    """How much of a GPU and of the host what does not fit takes, and its chance to fit all the same."""
+    there = cluster.accelerator.memory
+    chance = chance_that_it_fits(held.total, there)
+    gpu = f"{held.total / 2**30:.1f} of {there / 2**30:.1f} GiB per GPU, a chance of {chance:.0%}"
+    if not held.host:
+        return gpu
+    return f"{gpu} and {held.host / 2**30:.1f} of {cluster.host_memory / 2**30:.1f} GiB of host memory for each"
 
 
 def place(candidate: Candidate) -> tuple[float, ...]:
@@ -297,79 +304,89 @@ def _anything_fits(
     losses: Collection[Loss],
 ) -> bool:
     """Whether some layout fits at micro-batch 1 with recomputation."""
+    batch = global_batch or default_batch(cluster.gpus, sequence_length)
     return any(
         memory.estimate(model, replace(plan, checkpointing="full")).fits(
             cluster.accelerator.memory, cluster.host_memory
         )
-        for plan in layouts(
-            model,
-            cluster.gpus,
-            cluster.gpus_per_node,
-            sequence_length,
-            global_batch or default_batch(cluster.gpus, sequence_length),
-            precision,
-            cluster.accelerator.has_host,
-            settings,
-            losses,
-        )
-        if family(plan) in families
+        for plan in _layouts_of(families, model, cluster, sequence_length, batch, precision, settings, losses)
     )
 
 
 def explain(result: Search) -> list[str]:
     """Sentences: why the best plan, what the next best is and costs, what would have to change for the others."""
+    elsewhere = _faster_elsewhere(result)
+    second = next((c for c in result.best_of_each() if family(c.plan) != family(result.best.plan)), None)
+    return [
+        _why_best(result, "the fastest that `course train` runs" if elsewhere else "the fastest"),
+        *([_who_runs(elsewhere, result)] if elsewhere else []),
+        *([_next_best(second, result.best)] if second else []),
+        *(_why_not(failure, result.cluster) for failure in result.failed),
+    ]
+
+
+def _faster_elsewhere(result: Search) -> Candidate | None:
+    """The fastest of those that are likely to fit and run with other trainers alone, where the best runs here."""
+    if result.best.chance < LIKELY or not to_launchers.runs_here(result.best.plan, result.model):
+        return None
+    elsewhere = max(
+        (c for c in result.candidates if c.chance >= LIKELY and not to_launchers.runs_here(c.plan, result.model)),
+        default=result.best,
+        key=lambda candidate: candidate.cost.tokens_per_second,
+    )
+    return elsewhere if _gain(elsewhere, result.best) >= 0.005 else None
+
+
+def _gain(candidate: Candidate, best: Candidate) -> float:
+    """By what share of its speed a layout is faster than the best."""
+    return candidate.cost.tokens_per_second / best.cost.tokens_per_second - 1
+
+
+def _why_best(result: Search, first: str) -> str:
+    """Of how many it is ``first``, how its step's time divides, and the memory that stays free."""
     best, spent = result.best, result.best.cost
     shares = sorted(((getattr(spent, name) / spent.step, name) for name in WAITING), reverse=True)
     rest = ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= 0.005)
     free = result.cluster.accelerator.memory - needed(best.memory)
-    likely = [candidate for candidate in result.candidates if candidate.chance >= LIKELY]
-    here = [candidate for candidate in likely if to_launchers.runs_here(candidate.plan, result.model)]
-    among = (
-        f"{len(likely)} of them with a chance of {LIKELY:.0%} or more"
-        if likely
-        else f"none of them with a chance of {LIKELY:.0%}"
-    )
-    elsewhere = max(
-        (candidate for candidate in likely if candidate not in here),
-        default=None,
-        key=lambda candidate: candidate.cost.tokens_per_second,
-    )
-    faster = elsewhere.cost.tokens_per_second / spent.tokens_per_second - 1 if elsewhere else 0.0
-    passed = faster >= 0.005 and best in here
-    first = "the fastest that `course train` runs" if passed else "the fastest"
-    lines = [
+    likely = sum(candidate.chance >= LIKELY for candidate in result.candidates)
+    among = f"{likely or 'none'} of them with a chance of {LIKELY:.0%}{' or more' if likely else ''}"
+    return (
         f"{best.plan.strategy} is {first} of {len(result.candidates)} layouts that fit, {among}, of "
         f"{result.considered} tried: {spent.compute / spent.step:.0%} of a step computes"
-        + (f"; beside it {rest}" if rest else "")
-        + f". {free / 2**30:.1f} GiB per GPU stay free "
-        "beyond the planner's margin."
-    ]
-    if elsewhere and passed:
-        lines.append(
-            f"Faster by {faster:.0%} with {to_launchers.elsewhere(elsewhere.plan, result.model)}: "
-            f"{elsewhere.plan.strategy}, micro-batch {elsewhere.plan.micro_batch}, with a chance of "
-            f"{elsewhere.chance:.0%} to fit; `course train` "
-            f"{to_launchers.why_not(elsewhere.plan, result.model)}."
-        )
-    others = [candidate for candidate in result.best_of_each() if family(candidate.plan) != family(best.plan)]
-    if others:
-        second = others[0]
-        more = {
-            name: getattr(second.cost, name) / second.cost.step - getattr(spent, name) / spent.step for name in WAITING
-        }
-        worst = max(more, key=lambda name: more[name])
-        because = f", {worst} takes {more[worst]:.0%} more of the step" if more[worst] >= 0.005 else ""
-        lines.append(
-            f"Next best: {second.plan.strategy}, at "
-            f"{second.cost.tokens_per_second / spent.tokens_per_second:.1%} of its speed, with a chance of "
-            f"{second.chance:.0%} to fit{because}."
-        )
-    for failure in result.failed:
-        short, of = needed(failure.memory) - result.cluster.accelerator.memory, ""
-        if short <= 0:
-            short, of = failure.memory.host / HOST_USABLE - result.cluster.host_memory, " of host memory per GPU"
-        lines.append(
-            f"{failure.family} does not fit: {failure.plan.strategy} is {short / 2**30:.1f} GiB{of} short; "
-            f"{failure.remedy}."
-        )
-    return lines
+        f"{f'; beside it {rest}' if rest else ''}. {free / 2**30:.1f} GiB per GPU stay free beyond the "
+        "planner's margin."
+    )
+
+
+def _who_runs(elsewhere: Candidate, result: Search) -> str:
+    """By how much a layout for other trainers is faster, with which, and why `course train` does not run it."""
+    return (
+        f"Faster by {_gain(elsewhere, result.best):.0%} with {to_launchers.elsewhere(elsewhere.plan, result.model)}: "
+        f"{elsewhere.plan.strategy}, micro-batch {elsewhere.plan.micro_batch}, with a chance of "
+        f"{elsewhere.chance:.0%} to fit; `course train` {to_launchers.why_not(elsewhere.plan, result.model)}."
+    )
+
+
+def _next_best(second: Candidate, best: Candidate) -> str:
+    """How fast it is, and what takes longer there."""
+    more = {
+        name: getattr(second.cost, name) / second.cost.step - getattr(best.cost, name) / best.cost.step
+        for name in WAITING
+    }
+    worst = max(more, key=lambda name: more[name])
+    because = f", {worst} takes {more[worst]:.0%} more of the step" if more[worst] >= 0.005 else ""
+    return (
+        f"Next best: {second.plan.strategy}, at {second.cost.tokens_per_second / best.cost.tokens_per_second:.1%} of "
+        f"its speed, with a chance of {second.chance:.0%} to fit{because}."
+    )
+
+
+def _why_not(failure: Failed, cluster: Cluster) -> str:
+    """How much memory a family is short of, and its remedy."""
+    short, of = needed(failure.memory) - cluster.accelerator.memory, ""
+    if short <= 0:
+        short, of = failure.memory.host / HOST_USABLE - cluster.host_memory, " of host memory per GPU"
+    return (
+        f"{failure.family} does not fit: {failure.plan.strategy} is {short / 2**30:.1f} GiB{of} short; "
+        f"{failure.remedy}."
+    )
