@@ -3,9 +3,12 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from course_lib.errors import ConfigError
+
+if TYPE_CHECKING:  # what --help need not load
+    from course_lib.planning.plan import Plan
 
 PRESETS = {
     "bert": "tiny-bert",
@@ -88,12 +91,10 @@ def measure(document: dict[str, Any], folder: Path) -> tuple[list[dict[str, Any]
         ConfigError: none of the plan's layouts runs here.
         TrainingFailed: a run ended badly.
     """
-    import dataclasses
+    from dataclasses import asdict, replace
 
-    from course_lib.lessons.scaling import QUIET, after_warm_up
     from course_lib.planning import benchmark, hardware, models
     from course_lib.system import machine
-    from course_lib.tracking.sweeps import train_apart
 
     here = machine.describe(hub_timeout=0.1)
     if here.gpus:
@@ -104,40 +105,37 @@ def measure(document: dict[str, Any], folder: Path) -> tuple[list[dict[str, Any]
             f"no layout of the plan runs on {here.cores} ranks",
             "leave --hardware out, or take a model that fits on one GPU",
         )
-    family = models.load(document["model"]).family
-    preset = PRESETS.get(family, "tiny-llama")
-    task = "masked_lm" if preset == "tiny-bert" else "causal_lm"
+    preset = PRESETS.get(models.load(document["model"]).family, "tiny-llama")
     results, measured = [], []
-    for plan in plans:
-        plan = dataclasses.replace(plan, sequence_length=LENGTH)
-        ranks = plan.gpus
-        name = f"zero{plan.stage}" if plan.engine == "deepspeed" else plan.engine
-        fields = QUIET | {
-            "model": preset,
-            "task": task,
-            "dataset": "pydocs",
-            "max_length": LENGTH,
-            "strategy": name,
-            "batch_size": plan.micro_batch,
-            "num_processes": ranks,
-            "max_steps": STEPS,
-            "logging_steps": STEPS // 3,
-            "mixed_precision": "no",
-        }
-        run = folder / f"{name}-{ranks}"
-        train_apart([text for key, value in fields.items() for text in (f"--{key}", str(value))], run)
-        seconds, samples, _ = after_warm_up(run / "metrics.jsonl")
-        rate = samples * LENGTH / seconds
-        results.append(
-            {
-                "model": preset,
-                "strategy": plan.strategy,
-                "ranks": ranks,
-                "cpu": here.cpu,
-                "tokens_per_second": rate,
-                "plan": dataclasses.asdict(plan),
-            }
-        )
-        measured.append((models.load(run / "model"), plan, hardware.cluster("CPU", ranks), rate))
-        print(f"{plan.strategy} on {ranks}: {rate:,.0f} tokens/s")
+    for planned in plans:
+        plan = replace(planned, sequence_length=LENGTH)
+        run, rate = _measure_one(plan, preset, folder)
+        result = {"model": preset, "strategy": plan.strategy, "ranks": plan.gpus, "cpu": here.cpu}
+        results.append(result | {"tokens_per_second": rate, "plan": asdict(plan)})
+        measured.append((models.load(run / "model"), plan, hardware.cluster("CPU", plan.gpus), rate))
+        print(f"{plan.strategy} on {plan.gpus}: {rate:,.0f} tokens/s")
     return results, benchmark.calibration(measured)
+
+
+def _measure_one(plan: "Plan", preset: str, folder: Path) -> tuple[Path, float]:
+    """Train a tiny model under a plan: the run's folder, and its tokens per second."""
+    from course_lib.lessons.scaling import QUIET, after_warm_up
+    from course_lib.tracking.sweeps import train_apart
+
+    name = f"zero{plan.stage}" if plan.engine == "deepspeed" else plan.engine
+    fields = QUIET | {
+        "model": preset,
+        "task": "masked_lm" if preset == "tiny-bert" else "causal_lm",
+        "dataset": "pydocs",
+        "max_length": LENGTH,
+        "strategy": name,
+        "batch_size": plan.micro_batch,
+        "num_processes": plan.gpus,
+        "max_steps": STEPS,
+        "logging_steps": STEPS // 3,
+        "mixed_precision": "no",
+    }
+    run = folder / f"{name}-{plan.gpus}"
+    train_apart([text for key, value in fields.items() for text in (f"--{key}", str(value))], run)
+    seconds, samples, _ = after_warm_up(run / "metrics.jsonl")
+    return run, samples * LENGTH / seconds

@@ -44,6 +44,24 @@ def tokens(text: str) -> float:
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.epilog = RULE
+    _add_model_and_cluster(parser)
+    _add_training(parser)
+    parser.add_argument(
+        "--what_if",
+        metavar="OPTION=A,B,C",
+        help="vary one thing: gpus, gpu, max_memory_gb, global_batch or sequence_length; a line for each value",
+    )
+    parser.add_argument(
+        "--emit",
+        type=Path,
+        metavar="DIR",
+        help="write the fastest plan that `course train` runs as files for every launcher",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead")
+
+
+def _add_model_and_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add what is trained on which GPUs, and what is measured of them."""
     parser.add_argument(
         "--model",
         required=True,
@@ -66,6 +84,10 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="measure this host's time for an operation, and take the share of peak that a run of "
         "`course train` on this GPU reached: its folder",
     )
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    """Add the batch, the data, and what every plan has or is chosen from."""
     parser.add_argument("--global_batch", type=int, metavar="N", help="sequences of one step [about 1M tokens]")
     parser.add_argument("--sequence_length", type=int, metavar="N", help="tokens [what the model takes, at most 2048]")
     parser.add_argument("--tokens", type=tokens, metavar="N", help="to train on, as 100B: adds hours and cost")
@@ -92,18 +114,6 @@ def register(parser: argparse.ArgumentParser) -> None:
         choices=LOSSES,
         help="of all logits in fp32, in chunks of rows, or joined with the output layer [chunked and linear are tried]",
     )
-    parser.add_argument(
-        "--what_if",
-        metavar="OPTION=A,B,C",
-        help="vary one thing: gpus, gpu, max_memory_gb, global_batch or sequence_length; a line for each value",
-    )
-    parser.add_argument(
-        "--emit",
-        type=Path,
-        metavar="DIR",
-        help="write the fastest plan that `course train` runs as files for every launcher",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,9 +1,12 @@
 """``course simulate``: what one rank of a cluster of any size holds and sends, found in this process without a GPU."""
 
 import argparse
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what --help need not load
+    from rich.table import Table
+
     from course_lib.planning.formula_check import Difference
     from course_lib.planning.simulate import Setting, Simulated
 
@@ -68,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(model: str, setting: "Setting", simulated: "Simulated", compared: "list[Difference]") -> None:
+    """What is simulated, its peak, and tables of it."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     console.print(
@@ -80,50 +83,61 @@ def _show(model: str, setting: "Setting", simulated: "Simulated", compared: "lis
         f"{'pass' * (simulated.phase != 'step')}\n",
         highlight=False,
     )
-
-    def table(*heads: str) -> Table:
-        made = Table(box=None, pad_edge=False)
-        for place, head in enumerate(heads):
-            made.add_column(head, justify="right" if place else "left")
-        return made
-
-    kinds = table("GiB by kind", "own peak", "at the peak", "after backward")
-    for kind in simulated.peak:
-        kinds.add_row(kind, *(_gib(sizes[kind]) for sizes in (simulated.peak, simulated.at_peak, simulated.resident)))
-    console.print(kinds)
-
+    sizes = (simulated.peak, simulated.at_peak, simulated.resident)
+    kinds = [(kind, *(_gib(of_kind[kind]) for of_kind in sizes)) for kind in simulated.peak]
+    console.print(_table(("GiB by kind", "own peak", "at the peak", "after backward"), kinds))
     console.print()
-    largest = sorted(simulated.modules, key=lambda name: -sum(simulated.modules[name].values()))[:MODULES]
-    parts = table("GiB by part, at the peak", "all", "states", "activations", "rest")
-    for name in largest:
+    parts = _parts(simulated)
+    console.print(_table(("GiB by part, at the peak", "all", "states", "activations", "rest"), parts))
+    if smaller := len(simulated.modules) - len(parts):
+        console.print(f"and {smaller} smaller; --json has all and the collectives in order")
+    console.print()
+    heads = ("collectives", "calls", "dtype", "ranks", "GiB", "GiB sent by this rank")
+    console.print(_table(heads, _collectives(simulated)))
+    if compared:
+        console.print()
+        rows = [
+            (row.kind, _gib(row.formula), _gib(row.simulated), f"{row.error:+.1%}" if row.simulated else "")
+            for row in compared
+        ]
+        console.print(_table(("GiB", "formula", "simulated", "error"), rows))
+
+
+def _parts(simulated: "Simulated") -> list[tuple[str, ...]]:
+    """The largest parts of the model, and what they hold at the peak."""
+    rows = []
+    for name in sorted(simulated.modules, key=lambda name: -sum(simulated.modules[name].values()))[:MODULES]:
         held = simulated.modules[name]
         states = sum(held.get(kind, 0) for kind in ("parameters", "gradients", "optimizer states"))
         kept = held.get("activations", 0) + held.get("logits", 0)
         every = sum(held.values())
-        parts.add_row(name or "(the loss)", *map(_gib, (every, states, kept, every - states - kept)))
-    console.print(parts)
-    if len(simulated.modules) > len(largest):
-        smaller = len(simulated.modules) - len(largest)
-        console.print(f"and {smaller} smaller; --json has all and the collectives in order")
+        rows.append((name or "(the loss)", *map(_gib, (every, states, kept, every - states - kept))))
+    return rows
 
-    console.print()
-    exchanged = table("collectives", "calls", "dtype", "ranks", "GiB", "GiB sent by this rank")
+
+def _collectives(simulated: "Simulated") -> list[tuple[str, ...]]:
+    """Calls and bytes of all collectives that are alike."""
     sums: dict[tuple[str, str, int], list[int]] = {}
     for exchange in simulated.exchanges:
         summed = sums.setdefault((f"{exchange.phase}: {exchange.name}", exchange.dtype, exchange.ranks), [0, 0, 0])
         for place, value in enumerate((1, exchange.bytes, exchange.sent)):
             summed[place] += value
-    for (name, dtype, ranks), (calls, size, sent) in sums.items():
-        exchanged.add_row(name, str(calls), dtype, f"{ranks:,}", _gib(size), _gib(sent))
-    console.print(exchanged)
-    if compared:
-        console.print()
-        errors = table("GiB", "formula", "simulated", "error")
-        for row in compared:
-            errors.add_row(
-                row.kind, _gib(row.formula), _gib(row.simulated), f"{row.error:+.1%}" if row.simulated else ""
-            )
-        console.print(errors)
+    return [
+        (name, str(calls), dtype, f"{ranks:,}", _gib(size), _gib(sent))
+        for (name, dtype, ranks), (calls, size, sent) in sums.items()
+    ]
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
+    """A table of numbers behind a first column of names."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="right" if place else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _gib(size: float) -> str:

@@ -22,11 +22,32 @@ ASK_ABOVE = 10.0
 RENTED = ("sagemaker", "skypilot")
 """Launchers that are told by name which machine to rent."""
 TARGETS = ("sagemaker", "slurm", "torchrun", "accelerate", "skypilot")
+CONFIG_SECTIONS = (
+    "data",
+    "model",
+    "adapter",
+    "optim",
+    "parallel",
+    "communication",
+    "pipeline",
+    "run",
+    "output",
+    "tracking",
+    "monitor",
+    "guard",
+)
 
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    job = parser.add_argument_group("the job")
+    _add_job(parser.add_argument_group("the job"))
+    _add_account(parser.add_argument_group("the AWS account"))
+    _add_how(parser.add_argument_group("how"))
+    add_config_options(parser, CONFIG_SECTIONS)
+
+
+def _add_job(job: "argparse._ArgumentGroup") -> None:
+    """Add the launcher, the machines, and for how long they are rented."""
     job.add_argument("--to", choices=TARGETS, default="sagemaker", help="launcher [sagemaker]")
     job.add_argument(
         "--instance_type",
@@ -60,7 +81,10 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="keep the machines so long after the job for the next one, and pay for them [15]",
     )
     job.add_argument("--job_name", default="course", metavar="NAME", help="the job's name begins with it [course]")
-    account = parser.add_argument_group("the AWS account")
+
+
+def _add_account(account: "argparse._ArgumentGroup") -> None:
+    """Add what a job is sent with and to."""
     account.add_argument("--role", metavar="ARN", help="role that the job takes; needed to send it")
     account.add_argument("--region", default="us-east-1", help="[us-east-1]")
     account.add_argument("--bucket", help="for code, data, checkpoints and models [the SDK's own]")
@@ -73,7 +97,10 @@ def register(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="variable of the container, readable to all who may see the job; repeatable",
     )
-    how = parser.add_argument_group("how")
+
+
+def _add_how(how: "argparse._ArgumentGroup") -> None:
+    """Add whether the job is sent, shown, or rehearsed here."""
     how.add_argument("--dry_run", action="store_true", help="print the exact request or script, and send nothing")
     how.add_argument(
         "--yes",
@@ -87,23 +114,6 @@ def register(parser: argparse.ArgumentParser) -> None:
         default=Path("runs/sagemaker"),
         metavar="DIR",
         help="where a job's request, description and model are put [runs/sagemaker]",
-    )
-    add_config_options(
-        parser,
-        (
-            "data",
-            "model",
-            "adapter",
-            "optim",
-            "parallel",
-            "communication",
-            "pipeline",
-            "run",
-            "output",
-            "tracking",
-            "monitor",
-            "guard",
-        ),
     )
 
 
