@@ -93,65 +93,76 @@ def loss_of(model: nn.Module, batch: torch.Tensor, generator: torch.Generator | 
     return (model(batch) * (0.5 + torch.rand(len(batch), 1, generator=generator))).square().mean()
 
 
-def observe_accelerator(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    given = case.inputs
-    place = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(place)
-    folder = str(place[0])
-    seen: dict[str, list[Any]] = {"batches": [], "weights": [], "norms": []}
-    every_batch = [torch.from_numpy(batch.copy()) for batch in given["batches"]]
+class Loop:
+    """The training loop that uses an answer's accelerator, and what it saw after each batch."""
 
-    def begin(scale: float) -> tuple[Any, ...]:
-        model = model_of(case, rank, scale)
-        accelerator = function(given["every"])
-        return accelerator, *accelerator.prepare(model, Optimizer(model, slowly), list(every_batch))
+    def __init__(self, function: Callable[..., Any], case: Case, rank: int, record: Others):
+        self.function, self.case, self.rank, self.record = function, case, rank, record
+        self.given = [torch.from_numpy(batch.copy()) for batch in case.inputs["batches"]]
+        self.batches: list[np.ndarray] = []
+        self.weights: list[np.ndarray] = []
+        self.norms: list[float] = []
 
-    def slowly() -> None:
-        if rank == 0 and record.stage == "save":
-            record.wait()
+    def begin(self, scale: float) -> tuple[Any, ...]:
+        """An accelerator, and model, optimizer and loader as it prepares them."""
+        model = model_of(self.case, self.rank, scale)
+        accelerator = self.function(self.case.inputs["every"])
+        return accelerator, *accelerator.prepare(model, Optimizer(model, self._save_slowly), list(self.given))
 
-    def train(accelerator: Any, model: Any, optimizer: Any, loader: Any) -> None:
+    def _save_slowly(self) -> None:
+        if self.rank == 0 and self.record.stage == "save":
+            self.record.wait()
+
+    def train(self, accelerator: Any, model: Any, optimizer: Any, loader: Any) -> None:
+        """One epoch."""
         for batch in loader:
-            record.note("batch")
+            self.record.note("batch")
             with accelerator.accumulate(model):
                 accelerator.backward(loss_of(model, batch))
-                record.note("end")
+                self.record.note("end")
                 norm = accelerator.clip_grad_norm_(model.parameters(), MAX_NORM) if accelerator.sync_gradients else 0.0
                 optimizer.step()
                 optimizer.zero_grad()
-            seen["norms"].append(float(norm))
-            seen["batches"].append(plain(batch))
-            seen["weights"].append(plain(weights_of(model)))
+            self.norms.append(float(norm))
+            self.batches.append(plain(batch))
+            self.weights.append(plain(weights_of(model)))
 
+
+def observe_accelerator(function: Callable[..., Any], case: Case, rank: int) -> dict:
+    """An epoch, the state saved, a second epoch; and that once more by another accelerator that loads the state."""
+    place = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(place)
+    folder = str(place[0])
     try:
         with Others(case.world_size, rank) as record:
-            made = begin(1.0)
+            seen = Loop(function, case, rank, record)
+            made = seen.begin(1.0)
             start = plain(weights_of(made[1]))
-            torch.manual_seed(given["seed"] + rank)
-            train(*made)
+            torch.manual_seed(case.inputs["seed"] + rank)
+            seen.train(*made)
             record.stage = "save"
             made[0].save_state(folder)
             on_return = sorted(os.listdir(folder))
             record.say()
-            train(*made)
+            seen.train(*made)
             left = list(record.events)
-            again = begin(0.5)
+            again = seen.begin(0.5)
             torch.manual_seed(0)
             again[0].load_state(folder)
-            train(*again)
+            seen.train(*again)
         dist.barrier()
         at_rest = sorted(os.listdir(folder))
         dist.barrier()
     finally:
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-    resumed = len(seen["weights"]) // 3 * 2
+    resumed = len(seen.weights) // 3 * 2
     return {
         "start": start,
-        "batches": seen["batches"][:resumed],
-        "weights": np.stack(seen["weights"][:resumed]),
-        "resumed": np.stack(seen["weights"][resumed:]),
-        "norms": np.asarray(seen["norms"][:resumed]),
+        "batches": seen.batches[:resumed],
+        "weights": np.stack(seen.weights[:resumed]),
+        "resumed": np.stack(seen.weights[resumed:]),
+        "norms": np.asarray(seen.norms[:resumed]),
         "events": left,
         "missing": sorted(set(at_rest) - set(on_return)) if at_rest else ["all of it"],
     }

@@ -76,7 +76,7 @@ def tensor(case: Case, name: str) -> torch.Tensor:
 
 
 def observe_layer(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    """At the start; with A and B of the case, forward and backward; merged twice, unmerged twice, merged once more."""
+    """At the start; with A and B of the case, forward and backward; merged and unmerged."""
     base, x = base_of(case), tensor(case, "x")
     seen = {"bare": plain(base(x)), "whole": plain(base.weight)}
     torch.manual_seed(case.inputs["seed"])
@@ -108,14 +108,19 @@ def observe_layer(function: Callable[..., Any], case: Case, rank: int) -> dict:
         "of_B": plain(layer.B.grad),
         "of_base": sum(p.grad is not None for p in base.parameters()),
     }
-    weight, place = base.weight, base.weight.data_ptr()
+    return seen | observe_merging(layer, base.weight, x)
+
+
+def observe_merging(layer: Any, weight: torch.Tensor, x: torch.Tensor) -> dict:
+    """Merged twice, unmerged twice, merged once more with B of the other sign."""
+    place = weight.data_ptr()
 
     def written() -> Any:
         is_there = layer.base.weight is weight and weight.data_ptr() == place
         return plain(weight) if is_there else None
 
     layer.merge()
-    seen["merged"] = written()
+    seen = {"merged": written()}
     with Work() as work:
         seen |= {"merged_output": plain(layer(x.detach())), "merged_flops": work.flops}
     layer.merge()
