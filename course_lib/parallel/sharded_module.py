@@ -156,32 +156,38 @@ class ShardedModule(nn.Module):
         stages = [units for units in members if units]
         self._next = {first[-1]: second for first, second in itertools.pairwise(stages)}
         self._before = {second[-1]: first for first, second in itertools.pairwise(stages)}
-
-        # --- phase 3: hooks around the forward of each unit; those of the backward are set anew in each forward, on the
-        # tensors that go into the unit and come out of it ---
         self._reduction: Reduction | None = None
         self._backward_runs = False
+        self._hook_units(chosen)
+        self._hook_loop(optimizer)
+        self._unchanged = UnchangedModule(module, type(self).__name__)
+
+    def _hook_units(self, chosen: Collection[nn.Module]) -> None:
+        """Phase 3: hooks around the forward of each unit; those of the backward are set anew in each forward, on the
+        tensors that go into the unit and come out of it.
+        """
         for index, unit in enumerate(self.units):
             unit.module.register_forward_pre_hook(functools.partial(self._pre_forward, index), with_kwargs=True)
             unit.module.register_forward_hook(functools.partial(self._post_forward, index))
         for block in chosen:
             run_hooks_always(block)
-        # --- phase 4: what the caller's loop does with its optimizer, and with the gradients ---
+
+    def _hook_loop(self, optimizer: Optimizer) -> None:
+        """Phase 4: what the caller's loop does with its optimizer, with the gradients, and with a state_dict."""
         self._gradients = ShardedGradients(
             {parameter: name for parameter, name in self.names.items() if parameter.requires_grad},
             lambda: {parameter: piece.data.grad for parameter, piece in self._pieces.items()},
             lambda: any(unit.gradient is not None for unit in self.units),
             self._forget_one,
-            group,
+            self.group,
         )
         refuse_grad_scaler(optimizer)
         optimizer.register_step_pre_hook(lambda *_: self._gradients.heed())
         optimizer.register_step_post_hook(lambda *_: self.refresh())
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
-        self._unchanged = UnchangedModule(module, type(self).__name__)
         # Whole weights would be NaN in a state_dict, and go nowhere if loaded.
-        module.register_state_dict_pre_hook(_refuse)
-        module.register_load_state_dict_pre_hook(_refuse)
+        self.module.register_state_dict_pre_hook(_refuse)
+        self.module.register_load_state_dict_pre_hook(_refuse)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._unchanged.check()
