@@ -74,7 +74,7 @@ def measure(options: dict[str, Any], steps: int, folder: str) -> tuple[float, fl
     tracking = Timed(config)
     trainer, _ = build_trainer(config, [tracking])
     config.output_dir.mkdir(exist_ok=True)
-    trainer.engine.barrier()
+    trainer.ranks.barrier()
     trainer.train()
     tracking.finish(trainer, {"accuracy": 0.5}, "validation")
     spent = tracking.seconds

@@ -177,39 +177,55 @@ def _validator() -> Any:
 
 def _check_together(config: Config) -> Config:
     """Rules that join two fields."""
+    config = _check_layout(config)
+    schedules.arguments(config.optim.lr_scheduler, config.optim.lr_scheduler_kwargs)
+    _check_run(config)
+    check_profile(config.monitor, config.run, config.model)
+    _check_evaluation(config)
+    if config.output.resume_from_checkpoint and config.output.overwrite_output_dir:
+        raise ConfigError("resume_from_checkpoint and overwrite_output_dir exclude each other", "keep one of them")
+    if config.output.push_to_hub:
+        service_names.check_repository(config.output.push_to_hub)
+    _check_tracking(config)
+    _check_all_is_read(config)
+    return config
+
+
+def _check_layout(config: Config) -> Config:
+    """Rules of ranks, strategies and engines; the config with the engine filled in, and lengths that divide."""
     config = _check_tensor(config)
-    config = dataclasses.replace(
-        config, parallel=check_experts(config.parallel, config.run, config.model, config.optim, config.tracking)
-    )
-    config = dataclasses.replace(
-        config, parallel=check_communication(config.communication, config.parallel, config.run)
-    )
-    config = dataclasses.replace(config, data=lengths_to_cut(config.parallel, config.run, config.data, config.model))
-    run, data, out = config.run, config.data, config.output
+    run, model = config.run, config.model
+    parallel = check_experts(config.parallel, run, model, config.optim, config.tracking)
+    parallel = check_communication(config.communication, parallel, run)
+    config = dataclasses.replace(config, parallel=parallel, data=lengths_to_cut(parallel, run, config.data, model))
     if run.training_type == "basic" and (run.num_processes or 1) > 1:
         raise ConfigError(
             f"training_type basic runs one process, not num_processes={run.num_processes}",
             "use --training_type accelerated",
             cure={"training_type": "accelerated"},
         )
-    if data.streaming and not run.max_steps:
-        raise ConfigError(
-            "streaming reads files as they are needed, so nobody knows how many steps an epoch has",
-            "say how many to make: --max_steps",
-        )
-    schedules.arguments(config.optim.lr_scheduler, config.optim.lr_scheduler_kwargs)
     if run.training_type == "pipeline":
         config = _check_pipeline(config)
     else:
         _check_parallel(config)
-    check_adapters(config.adapter, config.model, config.optim, config.parallel, config.communication, run)
+    check_adapters(config.adapter, model, config.optim, config.parallel, config.communication, run)
+    return config
+
+
+def _check_run(config: Config) -> None:
+    """Rules of steps, batches and kernels."""
+    run = config.run
+    if config.data.streaming and not run.max_steps:
+        raise ConfigError(
+            "streaming reads files as they are needed, so nobody knows how many steps an epoch has",
+            "say how many to make: --max_steps",
+        )
     if run.device == "cpu" and run.mixed_precision == "fp16":
         raise ConfigError("mixed_precision fp16 has no use on a CPU", "use bf16 or no, or --device cuda")
     if run.cpu_kernels == "fast" and config.model.torch_compile:
         raise ConfigError(
             "cpu_kernels fast is not for torch_compile, which makes kernels of its own", "leave one of the two out"
         )
-    check_profile(config.monitor, run, config.model)
     if run.global_batch_size and (run.gradient_accumulation_steps > 1 or run.training_type == "pipeline"):
         raise ConfigError(
             "global_batch_size decides gradient_accumulation_steps, and is not for pipelines",
@@ -221,24 +237,22 @@ def _check_together(config: Config) -> Config:
             "micro_batch make the step depend on it",
             "leave them out",
         )
-    if run.best_metric in ("accuracy", "macro_f1") and data.task != "classification":
+
+
+def _check_evaluation(config: Config) -> None:
+    """Whether there is what the best weights are chosen by."""
+    run, task = config.run, config.data.task
+    if run.best_metric in ("accuracy", "macro_f1") and task != "classification":
         raise ConfigError(
-            f"best_metric {run.best_metric} needs classes, and the task is {data.task}", "use loss or perplexity"
+            f"best_metric {run.best_metric} needs classes, and the task is {task}", "use loss or perplexity"
         )
-    if run.best_metric == "perplexity" and data.task == "classification":
+    if run.best_metric == "perplexity" and task == "classification":
         raise ConfigError("best_metric perplexity needs a language-modelling task", "use loss, accuracy or macro_f1")
     if run.early_stopping_patience and run.eval_steps == 0:
         raise ConfigError(
             "early_stopping_patience needs evaluations during training, and eval_steps is 0",
             "set eval_steps, or leave it out for one each epoch",
         )
-    if out.resume_from_checkpoint and out.overwrite_output_dir:
-        raise ConfigError("resume_from_checkpoint and overwrite_output_dir exclude each other", "keep one of them")
-    if out.push_to_hub:
-        service_names.check_repository(out.push_to_hub)
-    _check_tracking(config)
-    _check_all_is_read(config)
-    return config
 
 
 def _check_all_is_read(config: Config) -> None:
@@ -351,6 +365,21 @@ def _check_tensor(config: Config) -> Config:
             "engine torch has parameters of its own, and sequence_parallel sums gradients at the model's",
             "use --engine scratch",
         )
+    _check_beside_tensor(config)
+    if parallel.sequence_parallel:
+        multiple = math.lcm(ranks, data.pad_to_multiple_of or 1)
+        if data.has_one_length and data.max_length % ranks:
+            raise ConfigError(
+                f"max_length {data.max_length} is no multiple of tensor_parallel_size {ranks}",
+                "sequence_parallel needs lengths that divide",
+            )
+        data = dataclasses.replace(data, pad_to_multiple_of=multiple)
+    return dataclasses.replace(config, data=data, parallel=dataclasses.replace(parallel, engine=engine))
+
+
+def _check_beside_tensor(config: Config) -> None:
+    """What layers that several ranks share do not go together with."""
+    parallel, run = config.parallel, config.run
     if parallel.offload != "none" or parallel.shard_group_size:
         raise ConfigError("offload and shard_group_size are not for tensor_parallel_size", "leave them out")
     if config.model.torch_compile:
@@ -369,15 +398,6 @@ def _check_tensor(config: Config) -> Config:
             f"watch {config.tracking.watch}: tensor_parallel_size leaves a rank pieces of gradients",
             "use --watch parameters",
         )
-    if parallel.sequence_parallel:
-        multiple = math.lcm(ranks, data.pad_to_multiple_of or 1)
-        if data.has_one_length and data.max_length % ranks:
-            raise ConfigError(
-                f"max_length {data.max_length} is no multiple of tensor_parallel_size {ranks}",
-                "sequence_parallel needs lengths that divide",
-            )
-        data = dataclasses.replace(data, pad_to_multiple_of=multiple)
-    return dataclasses.replace(config, data=data, parallel=dataclasses.replace(parallel, engine=engine))
 
 
 def _check_pipeline(config: Config) -> Config:

@@ -234,7 +234,7 @@ def _trained(folder: Path, name: str, task: str, **options: Any) -> tuple[list[f
     loaded = LoadedModel(model, tokenizer(), "built small", None)  # type: ignore[arg-type]
     trainer = Trainer(config, loaded, data, processor, [kept])
     trainer.train()
-    return kept.losses, {key: tensor.detach().clone() for key, tensor in trainer.engine.whole_weights().items()}
+    return kept.losses, {key: tensor.detach().clone() for key, tensor in trainer.stored.whole_weights().items()}
 
 
 def _on_ranks(folder: Path, name: str, task: str, ways: list[str], wanted: tuple) -> dict[str, Outcome]:

@@ -224,13 +224,13 @@ class FaultInjector(Callback):
         trainer.saver.put = put_checkpoint
 
     def in_evaluating(self, trainer: Any) -> None:
-        gather = trainer.engine.gather
+        gather = trainer.ranks.gather
 
         def gathered(tensors: Any) -> Any:
             self.strike()
             return gather(tensors)
 
-        trainer.engine.gather = gathered
+        trainer.ranks.gather = gathered
 
 
 def train(options: dict[str, Any], callbacks: list[Callback]) -> None:

@@ -1,12 +1,14 @@
 """The rooms: tests lie as the package does, four rooms need torch alone, and nobody reaches into a library unlisted."""
 
 import ast
+import graphlib
 import importlib.metadata
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import grimp
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -26,6 +28,7 @@ OF_ALL = {
     "test_names.py": "names of classes and of values, in all rooms",
     "test_packaging.py": "pins, layers, commands and configurations",
     "test_promises.py": "what is promised, and which test would notice",
+    "test_references.py": "what docstrings refer to, in all rooms",
     "test_rooms.py": "this one",
     "test_slices.py": "which tests a part of them has",
     "test_types.py": "the whole library, by mypy",
@@ -43,6 +46,8 @@ OF_ALL = {
     "training/test_load.py": "long runs of every kind, for leaks",
     "training/checkpoints/test_exact_resume.py": "resumed runs, by `course train`, beside undisturbed ones",
     "training/engines/test_compiled.py": "torch.compile under every engine",
+    "training/engines/test_context.py": "shared rows under every engine",
+    "training/engines/test_packed.py": "texts that share rows under every engine",
     "training/engines/test_tensor.py": "split layers under every engine",
 }
 
@@ -263,6 +268,13 @@ def test_the_seven_files_of_the_walk_are_all_followed():
         "parallel/zero3.py",
         "parallel/clipping.py",
     }
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Nor for the sake of a type."""
+    graph = grimp.build_graph("course_lib")
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    graphlib.TopologicalSorter(imports).prepare()  # a CycleError names the circle
 
 
 def test_the_picture_of_the_rooms_is_that_of_the_contract():

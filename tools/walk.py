@@ -1,16 +1,17 @@
 """Counts the files of course_lib that a reader opens to follow one training step, and prints them as the step does.
 
-    python tools/walk.py [--strategy zero3] [--engine scratch]
+    python tools/walk.py [--strategy zero3] [--engine scratch] [--write]
 
 Two ranks train tiny-bert for two steps. Of rank 0's second step each call of a Python function is noted, from the call
 of ``Trainer.train_step`` to its return. The rule: a reader opens a file where a function of it ran that has more to it
-than one statement, its docstring aside; what only hands a value on is read where it is called. What stands beside
-every step, whatever the strategy, and moves no parameter or gradient is counted apart: :data:`BESIDE`.
+than one statement, its docstring aside; what only hands a value on is read where it is called. ``--write`` renews the
+row of docs/architecture.md.
 """
 
 import argparse
 import ast
 import functools
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -22,15 +23,7 @@ from course_lib.config import build
 from course_lib.launching.launch import launch
 
 LIBRARY = Path(course_lib.__file__).parent
-BESIDE = {
-    "metering/phases.py": "takes the time of the phases",
-    "parallel/clock.py": "takes the time of the phases",
-    "parallel/sharded_gradient.py": "brings what others do to `.grad`, such as nn.utils.clip_grad_norm_, to the pieces",
-    "parallel/wrap_checks.py": "refuses a model that was changed since it was wrapped",
-    "modeling/masks.py": "answers the model's question whether there is padding",
-    "training/optimization.py": "the learning rate's schedule",
-}
-"""Files that a step runs through and that a reader of the strategy need not open, with the reason."""
+PAGE = LIBRARY.parent / "docs" / "architecture.md"
 
 
 def main() -> None:
@@ -38,20 +31,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="zero3")
     parser.add_argument("--engine", default="scratch")
+    parser.add_argument("--write", action="store_true", help="renew the row of docs/architecture.md")
     chosen = parser.parse_args()
     calls = walk(chosen.strategy, chosen.engine)
     files = opened(calls)
-    followed = {file: names for file, names in files.items() if file not in BESIDE}
     print(
-        f"one step of {chosen.strategy} by {chosen.engine}: {len(followed)} files to open, "
-        f"{len(files) - len(followed)} beside them, {len({file for file, _ in calls})} passed through, "
-        f"{switches(calls)} switches between files, {len(calls)} calls"
+        f"one step of {chosen.strategy} by {chosen.engine}: {len(files)} files to open, "
+        f"{len({file for file, _ in calls})} passed through, {switches(calls)} switches between files, "
+        f"{len(calls)} calls"
     )
-    for file, names in followed.items():
+    for file, names in files.items():
         print(f"  {file}: {', '.join(names)}")
-    for file in files:
-        if file in BESIDE:
-            print(f"  beside it: {file}, {BESIDE[file]}")
+    if chosen.write:
+        text = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(re.sub(r"(?m)^\| now \|.*$", row(calls), text), encoding="utf-8")
+
+
+def row(calls: list[tuple[str, str]]) -> str:
+    """The row of docs/architecture.md: files to open, files passed through, switches, calls."""
+    numbers = len(opened(calls)), len({file for file, _ in calls}), switches(calls), len(calls)
+    return f"| now | {' | '.join(f'{number:,}' for number in numbers)} |"
 
 
 def walk(strategy: str, engine: str) -> list[tuple[str, str]]:

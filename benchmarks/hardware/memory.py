@@ -11,8 +11,7 @@ from benchmarks.hardware import subject as subjects
 from benchmarks.hardware.findings import Findings, Settings
 from benchmarks.hardware.subject import Subject
 from course_lib.launching.launch import launch
-from course_lib.metering.phases import Phases
-from course_lib.parallel.clock import Clock
+from course_lib.parallel.clock import Clock, Phases
 from course_lib.planning import memory as planning
 from course_lib.planning.memory import Memory
 from course_lib.training.callbacks import Callback

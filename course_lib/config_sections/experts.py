@@ -52,6 +52,14 @@ def check_experts(
     engine = parallel.engine or "scratch"
     if engine != "scratch":
         raise ConfigError(f"engine {engine} has no expert_parallel_size here", "use --engine scratch")
+    _check_beside(parallel, run, model, optim, tracking)
+    return dataclasses.replace(parallel, engine=engine)
+
+
+def _check_beside(
+    parallel: ParallelConfig, run: RunConfig, model: ModelConfig, optim: OptimConfig, tracking: TrackingConfig
+) -> None:
+    """What experts that several ranks share do not go together with."""
     if parallel.offload != "none" or parallel.shard_group_size:
         raise ConfigError("offload and shard_group_size are not for expert_parallel_size", "leave them out")
     if model.torch_compile:
@@ -75,4 +83,3 @@ def check_experts(
             f"watch {tracking.watch}: expert_parallel_size leaves a rank some experts' gradients",
             "use --watch parameters",
         )
-    return dataclasses.replace(parallel, engine=engine)

@@ -43,23 +43,6 @@ def moved(batch: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, 
     return (batch if isinstance(batch, Batch) else Batch(batch)).to(device, non_blocking=True)
 
 
-def unpadded_rows(batch: Mapping[str, torch.Tensor]) -> tuple[bool, ...] | None:
-    """What a batch of any kind knows of its rows' padding, see :class:`Batch`."""
-    return batch.unpadded if isinstance(batch, Batch) else None
-
-
-def model_inputs(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a model takes of a batch: its tokens with their mask, or with their positions where texts share a row.
-
-    transformers finds the documents of a row by positions that begin anew, where it is given no mask
-    (``find_packed_sequence_indices`` of its masking_utils), and hides each from the others. It looks for none where the
-    model fills a cache: ``config.use_cache`` has to be False, as :func:`course_lib.modeling.load` sets it.
-    """
-    return {
-        name: batch[name] for name in ("input_ids", "position_ids" if "position_ids" in batch else "attention_mask")
-    }
-
-
 @dataclass(frozen=True, eq=False)
 class Collator:
     """Makes a batch of rows; holds no tokenizer, so that it travels to worker processes in no time.

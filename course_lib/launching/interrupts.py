@@ -36,18 +36,22 @@ _RESUME_VOTE = 1 << 20  # more than there are ranks, so that a sum of votes tell
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and by which signal first."""
+    """Whether this process was asked to stop, and by which signal first.
+
+    Attributes:
+        vote: a number to sum over the ranks and give to :func:`exit_code`; 0 without a request.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.vote = 0
+
+    def ask(self, number: int) -> None:
+        """Note the signal that asks."""
+        self.signal, self.vote = number, 1 if number == signal.SIGINT else _RESUME_VOTE
 
     def __bool__(self) -> bool:
         return self.signal is not None
-
-    @property
-    def vote(self) -> int:
-        """A number to sum over the ranks and give to :func:`exit_code`; 0 without a request."""
-        return 0 if self.signal is None else 1 if self.signal == signal.SIGINT else _RESUME_VOTE
 
 
 def exit_code(votes: int) -> int:
@@ -77,7 +81,7 @@ def stop_requests() -> Iterator[StopRequest]:
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal first_at
         if request.signal is None:
-            request.signal = signal.SIGTERM if number == LAUNCHER_DIED else number
+            request.ask(signal.SIGTERM if number == LAUNCHER_DIED else number)
             first_at = time.monotonic()
         elif number != LAUNCHER_DIED and time.monotonic() > first_at + SAME_WISH:
             raise KeyboardInterrupt(number)

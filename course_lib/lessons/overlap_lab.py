@@ -17,9 +17,8 @@ from torch.optim import AdamW
 
 from course_lib.lessons.fsdp_lab import Build, averaged, batch_loss, engine_of, sizes
 from course_lib.lessons.slow_link import Link, OverSlowLink, Waits, timeline
-from course_lib.metering.phases import between
 from course_lib.parallel import blocks
-from course_lib.parallel.clock import Clock, Stamp
+from course_lib.parallel.clock import Clock, Stamp, between
 from course_lib.parallel.tp_collectives import gathered
 
 

@@ -205,7 +205,7 @@ def trace(config: Config) -> Trace:
         adapt(loaded, config.adapter, config.run.seed)
     trainer = Trainer(config, loaded, data, processor, [kept])
     trainer.train()
-    weights = {name: tensor.detach().clone() for name, tensor in trainer.engine.whole_weights().items()}
+    weights = {name: tensor.detach().clone() for name, tensor in trainer.stored.whole_weights().items()}
     return Trace(kept.losses, kept.norms, weights)
 
 

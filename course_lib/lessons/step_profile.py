@@ -18,8 +18,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from course_lib.metering.phases import Phases, between
-from course_lib.parallel.clock import Clock, Stamp
+from course_lib.parallel.clock import Clock, Phases, Stamp, between
 from course_lib.training.evaluation import evaluating
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from course_lib.tracking.base import Guarded, RunInfo, Tracker
 from course_lib.tracking.choose import TRACKERS
 from course_lib.training.callbacks import Callback
 from course_lib.training.run import build_trainer
-from course_lib.training.trainer import Trainer
+from course_lib.training.session import Session
 
 ROW = {
     "train/loss": 0.5,
@@ -37,15 +37,15 @@ class LogsTo(Callback):
     def __init__(self, tracker: Tracker):
         self.tracker = tracker
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: Session) -> None:
         if trainer.is_main:
             self.tracker.start()
 
-    def on_log(self, trainer: Trainer, line: dict[str, Any]) -> None:
+    def on_log(self, trainer: Session, line: dict[str, Any]) -> None:
         if trainer.is_main:
             self.tracker.log(line, trainer.state.step)
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Session) -> None:
         if trainer.is_main:
             self.tracker.finish()
 
@@ -73,7 +73,7 @@ class StepTimes(Callback):
     def __init__(self) -> None:
         self.ends: list[float] = []
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, trainer: Session) -> None:
         self.ends.append(time.perf_counter())
 
     @property
@@ -102,7 +102,7 @@ def step_ms(config: Config, slow: float = 0.0, in_thread: bool = False) -> float
     trainer, _ = build_trainer(config, [times, *([LogsTo(tracker)] if slow else [])])
     if trainer.is_main:
         trainer.output_dir.mkdir(parents=True, exist_ok=True)
-    trainer.engine.barrier()
+    trainer.ranks.barrier()
     trainer.train()
     return times.least_ms
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface
 
-from course_lib.data.collating import model_inputs, unpadded_rows
 from course_lib.errors import ConfigError, ModelError
+from course_lib.modeling.inputs import unpadded_rows
 from course_lib.parallel.context import Method, context_attention
 from course_lib.parallel.ring_attention import NOWHERE
 from course_lib.parallel.sequence_layout import SequenceLayout, next_tokens
@@ -52,23 +52,6 @@ _SAYS_NOTHING = frozenset({"position_ids", "use_cache", "logits_to_keep", "outpu
 """Arguments that models hand on to their attention, and that are in the queries and keys already."""
 
 
-class WholeSequences:
-    """What :class:`ContextParallel` is where each rank has all tokens of its rows.
-
-    Args:
-        task: ``classification``, ``causal_lm`` or ``masked_lm``.
-    Attributes:
-        scored_as: the task by whose rules the logits are scored against the labels of :meth:`cut`.
-    """
-
-    def __init__(self, task: str):
-        self.scored_as = task
-
-    def cut(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """What the model takes, see :func:`~course_lib.data.collating.model_inputs`, and the labels."""
-        return model_inputs(batch), batch["labels"]
-
-
 class ContextParallel:
     """Replaces a model's attention, and cuts batches; all ranks of the group have the same batch.
 
@@ -80,7 +63,8 @@ class ContextParallel:
         tensor_ranks: that share the heads of each layer already.
     Attributes:
         layout: of the batch that was cut last.
-        scored_as: see :class:`WholeSequences`; labels are shifted already, each is of its own logit.
+        scored_as: see :class:`~course_lib.modeling.inputs.WholeSequences`; labels are shifted already, each is of its
+            own logit.
         documents: its texts and padding as :func:`context_attention` takes them; None where a row is one text.
     Raises:
         ConfigError: heads that the method cannot share, a task that reads one token of a row, or dropout in attention.

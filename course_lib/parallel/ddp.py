@@ -25,7 +25,7 @@ from torch.autograd import Variable
 from course_lib import torch_names  # noqa: F401
 from course_lib.errors import CourseError
 from course_lib.parallel.sharding import names_of
-from course_lib.parallel.wrap_checks import UnchangedModule, check_kinds, check_ranks_agree
+from course_lib.parallel.wrapping import UnchangedModule, check_kinds, check_ranks_agree
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -172,7 +172,8 @@ class DataParallel(nn.Module):
         Raises:
             ModelError: a parameter was added, replaced, frozen or the like since the module was wrapped.
         """
-        self._unchanged.check()
+        if not self._unchanged.is_unchanged():
+            self._unchanged.refuse()
         # A rank's BatchNorm has seen its own rows alone; those of the first rank count, as in DistributedDataParallel.
         # Not in evaluation: there ranks may take different numbers of batches, and a collective would hang.
         if self._synchronises and self.module.training and torch.is_grad_enabled():

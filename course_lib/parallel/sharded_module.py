@@ -37,13 +37,12 @@ from torch.utils._pytree import tree_leaves
 from course_lib.errors import ModelError
 from course_lib.parallel import blocks as partition
 from course_lib.parallel.absence import zero_present_
-from course_lib.parallel.call_hooks import run_hooks_always
 from course_lib.parallel.clipping import norm_dtype, scale_down_, sum_of_squares
 from course_lib.parallel.sharded_gradient import ShardedGradients, held, refuse_grad_scaler, take
 from course_lib.parallel.sharded_unit import Reduction, ShardedUnit
 from course_lib.parallel.sharding import Shard, check_elementwise, names_of, repoint
 from course_lib.parallel.trees import map_tensors, tensors_of
-from course_lib.parallel.wrap_checks import UnchangedModule, check_kinds, check_ranks_agree
+from course_lib.parallel.wrapping import UnchangedModule, check_kinds, check_ranks_agree, run_hooks_always
 
 
 class _AfterBackward(torch.autograd.Function):
@@ -73,8 +72,9 @@ class ShardedModule(nn.Module):
     some ranks reach it the others count as having zeros.
 
     ``optimizer.step()`` and ``optimizer.zero_grad()`` are the engine's own, and ``nn.utils.clip_grad_norm_`` over its
-    parameters clips as :meth:`clip_grad_norm_`: ``.grad`` shows a :class:`~.sharded_gradient.ShardedGradient`. Setting
-    it to None forgets the gradient, as ``module.zero_grad()`` does; another tensor there and a GradScaler raise.
+    parameters clips as :meth:`clip_grad_norm_`: ``.grad`` shows a
+    :class:`~course_lib.parallel.sharded_gradient.ShardedGradient`. Setting it to None forgets the gradient, as
+    ``module.zero_grad()`` does; another tensor there and a GradScaler raise.
 
     Args:
         module: changed in place: outside its forward and backward its parameters read as NaN. One that is at several
@@ -190,7 +190,8 @@ class ShardedModule(nn.Module):
         self.module.register_load_state_dict_pre_hook(_refuse)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._unchanged.check()
+        if not self._unchanged.is_unchanged():
+            self._unchanged.refuse()
         return self.module(*args, **kwargs)
 
     # --- what happens around a unit's forward and backward -----------------------------------------------------------

@@ -34,7 +34,7 @@ from course_lib.parallel.tp_collectives import (
     scatter,
     sum_gradients,
 )
-from course_lib.parallel.wrap_checks import check_ranks_agree
+from course_lib.parallel.wrapping import check_ranks_agree
 
 
 class TensorParallel(nn.Module):

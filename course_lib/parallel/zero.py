@@ -30,7 +30,7 @@ from course_lib.parallel.clipping import norm_dtype, scale_down_, sum_of_squares
 from course_lib.parallel.sharded_bucket import ShardedBucket, cut_into_buckets
 from course_lib.parallel.sharded_gradient import ShardedGradients, held, refuse_grad_scaler
 from course_lib.parallel.sharding import Shard, check_elementwise, names_of, repoint
-from course_lib.parallel.wrap_checks import UnchangedModule, check_kinds, check_ranks_agree
+from course_lib.parallel.wrapping import UnchangedModule, check_kinds, check_ranks_agree
 
 
 class Zero1(nn.Module):
@@ -41,8 +41,9 @@ class Zero1(nn.Module):
     having zeros. What is written into the parameters between steps, on every rank, is kept.
 
     ``optimizer.step()`` and ``optimizer.zero_grad()`` are the engine's own, and ``nn.utils.clip_grad_norm_`` over its
-    parameters clips as :meth:`clip_grad_norm_`: ``.grad`` shows a :class:`~.sharded_gradient.ShardedGradient`. Setting
-    it to None forgets the gradient, as ``module.zero_grad()`` does; another tensor there and a GradScaler raise.
+    parameters clips as :meth:`clip_grad_norm_`: ``.grad`` shows a
+    :class:`~course_lib.parallel.sharded_gradient.ShardedGradient`. Setting it to None forgets the gradient, as
+    ``module.zero_grad()`` does; another tensor there and a GradScaler raise.
 
     The three phases of :meth:`step` stand apart, and none hides behind computing. :class:`OverlappedZero1` sends while
     the last backward runs. The gathers could run beneath the next forward, with a hook at each module that waits for
@@ -123,7 +124,8 @@ class Zero1(nn.Module):
         self._unchanged = UnchangedModule(module, type(self).__name__)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._unchanged.check()
+        if not self._unchanged.is_unchanged():
+            self._unchanged.refuse()
         self._backward_runs = False  # one that raised had no end
         return self.module(*args, **kwargs)
 

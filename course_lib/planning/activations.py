@@ -97,7 +97,7 @@ def outside_blocks(model: Model, micro_batch: int, sequence_length: int, tensor:
     """Bytes that the first rank of a full 1F1B pipeline keeps outside its blocks, split over the tensor ranks.
 
     The mask of the embedding's dropout for each micro-batch in flight; without a pipeline also the last norm's and
-    the output layer's inputs and the logits in fp32. (:func:`estimate` counts the logits as PyTorch keeps them.)
+    the output layer's inputs and the logits in fp32. ``memory.estimate`` counts the logits as PyTorch keeps them.
 
     Source: arXiv 2205.05198 section 4.3.
     """

@@ -1,4 +1,4 @@
-"""What one rank needs to run a step alone, without the other ranks and without a GPU; see :mod:`.simulate`."""
+"""What one rank needs to run a step alone, without the other ranks and without a GPU; see ``simulate.py``."""
 
 import contextlib
 import gc

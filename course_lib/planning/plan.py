@@ -122,7 +122,7 @@ class Plan:
     """Each tensor rank's logits: those of its part of the vocabulary, from which the loss is taken (parallel:
     Megatron-LM, PyTorch's ``loss_parallel``), or all, gathered, as `course train` has them (gathered)."""
     optimizer: str = "adamw"
-    """One of :data:`course_lib.planning.optimizers.OPTIMIZERS`."""
+    """One of :data:`OPTIMIZERS`."""
     lora_rank: int = 0
     """Only adapters of this rank beside the blocks' matrices are trained (arXiv 2106.09685); 0: all parameters are."""
     base_bits: int = 16

@@ -60,7 +60,7 @@ def deepspeed_zero3(
 
     Args:
         parameters: of the model.
-        largest_layer: parameters of its largest module, :attr:`Model.largest_matrix`.
+        largest_layer: parameters of its largest module, :attr:`course_lib.planning.models.Model.largest_matrix`.
         gpus_per_node: GPUs in a node.
         nodes: nodes.
         offload_optimizer: the optimizer is in host memory.

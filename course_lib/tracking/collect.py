@@ -72,7 +72,7 @@ def read_runs(*places: str | Path) -> list[TrackedRun]:
 
 
 def read_json_lines(path: Path) -> TrackedRun:
-    """A run that :class:`JsonLinesTracker` kept; what it was cut off in writing is left out."""
+    """A run that ``JsonLinesTracker`` kept; what it was cut off in writing is left out."""
     about: dict[str, Any] = {}
     config: dict[str, Any] = {}
     rows: list[tuple[int, float, str, float]] = []

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from course_lib.data.collating import model_inputs, moved, unpadded_rows
-from course_lib.modeling.masks import padding_known
+from course_lib.data.collating import moved
+from course_lib.modeling.inputs import model_inputs, padding_known, unpadded_rows
 from course_lib.training import intervals
 from course_lib.training.loss import loss_of_rows
 

@@ -1,18 +1,18 @@
 """The auxiliary loss of a model's routers, over the tokens of all ranks, with padding and filler left out."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from course_lib.errors import ConfigError
+from course_lib.modeling.context import ContextParallel
+from course_lib.modeling.inputs import WholeSequences
 from course_lib.modeling.mixtures import routed, routers_of, trains
 from course_lib.parallel.expert_router import balance_share
 from course_lib.training.loss import IGNORE
-
-if TYPE_CHECKING:
-    from course_lib.training.engines.base import Engine
+from course_lib.training.ranks import Ranks
 
 
 class RouterLoss:
@@ -46,7 +46,7 @@ class RouterLoss:
         if trains(module):
             self._seen.append(routed(output))
 
-    def share(self, batch: Mapping[str, Tensor], engine: "Engine") -> Tensor:
+    def share(self, batch: Mapping[str, Tensor], sequences: WholeSequences | ContextParallel, ranks: Ranks) -> Tensor:
         """This rank's share of the loss of the forward that was just made; the shares of all ranks add up to it.
 
         A collective call of all ranks.
@@ -54,16 +54,17 @@ class RouterLoss:
         Args:
             batch: with ``attention_mask`` (rows, tokens) and ``labels``. Padding does not count, nor do rows without
                 any target, which only even out a micro-batch.
-            engine: that sums over the ranks.
+            sequences: which tokens of the batch this rank computes.
+            ranks: that sum.
         """
         seen, self._seen = self._seen, []
         in_use = (batch["labels"] != IGNORE).view(len(batch["labels"]), -1).any(1)
-        inputs, _ = engine.sequences.cut(batch)  # the tokens that this rank's routers have seen
+        inputs, _ = sequences.cut(batch)  # the tokens that this rank's routers have seen
         real = (inputs.get("attention_mask", batch["attention_mask"]).bool() & in_use[:, None]).flatten()
         logits = [of_layer[real] for of_layer, _ in seen]
         counts = [torch.bincount(experts[real].flatten(), minlength=of_layer.shape[1]) for of_layer, experts in seen]
         numbers = torch.cat([real.sum()[None], *counts])
-        tokens, *summed = engine.sum(engine.own_part(numbers)).split([1, *map(len, counts)])
+        tokens, *summed = ranks.sum(ranks.own_part(numbers)).split([1, *map(len, counts)])
         tokens = tokens[0].clamp(min=1)  # where all rows of a micro-batch are such
         own = torch.stack(
             [
@@ -72,7 +73,7 @@ class RouterLoss:
             ]
         )
         own = own.mean()
-        self._told.append(engine.own_part(own.detach()))
+        self._told.append(ranks.own_part(own.detach()))
         return self.coefficient * own
 
     def take(self) -> float:

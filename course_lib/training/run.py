@@ -30,6 +30,7 @@ from course_lib.training.callbacks.monitoring import monitors
 from course_lib.training.callbacks.tracking import TrackingCallback
 from course_lib.training.checkpoints import checkpoint, model_folder, run_folder
 from course_lib.training.precision import hint
+from course_lib.training.session import Session
 from course_lib.training.trainer import Trainer
 
 
@@ -114,14 +115,42 @@ def _trained(config: Config, callbacks: Iterable[Callback], is_main: bool) -> di
         trainer.say(line)
     if config.run.deterministic:
         trainer.say(PROMISE[trainer.device.type])
-    trainer.engine.barrier()
+    trainer.ranks.barrier()
     ready = time.perf_counter()
-    state = trainer.train()
+    trainer.train()
     split = "test" if "test" in trainer.eval_loaders else "validation"
     scores = trainer.evaluate(split, intervals=True)
-    memory = trainer.engine.gather_objects(machine.peak_memory_bytes(trainer.device))
-    rates = trainer.throughput.rates(state, trainer.num_processes)
-    summary: dict[str, Any] = {
+    summary = _summary(trainer, text) | {"eval": {"split": split, **scores}}
+    weights = trainer.stored.whole_weights()
+    tracking.conclude(trainer, scores, split, text.splits[split]["text"])
+    # The last that the ranks do together. What the main rank does from here on may take its time: nobody waits for it
+    # in a collective, whose backend would end the waiting ranks after a while.
+    trainer.engine.close()
+    if is_main and config.run.baselines:
+        summary["baselines"] = score_baselines(config, text, split)
+    seconds = {"until_training": round(ready - started, 3), "total": round(time.perf_counter() - started, 3)}
+    summary["seconds"] = seconds
+    if is_main:
+        base = model_folder.base_folder(config, trainer.origin, lambda: load_base(config, text))
+        model_folder.write_model(
+            config.output_dir / run_folder.MODEL,
+            trainer.stored.bare_model(),
+            weights,
+            trainer.tokenizer,
+            model_folder.model_card(config, summary, trainer.source, base),
+            base,
+            config.model.revision,
+        )
+        run_folder.write_summary(config, summary)
+    tracking.finish(trainer, config.output_dir / run_folder.MODEL)
+    return summary
+
+
+def _summary(trainer: Trainer, text: TextData) -> dict[str, Any]:
+    """What a run's summary says of a training that has ended; a collective call."""
+    config, state = trainer.config, trainer.state
+    memory = trainer.ranks.gather_objects(machine.peak_memory_bytes(trainer.device))
+    return {
         "training_type": config.run.training_type,
         "strategy": strategy_of(config, trainer.num_processes),
         "engine": config.parallel.chosen_engine,
@@ -138,54 +167,36 @@ def _trained(config: Config, callbacks: Iterable[Callback], is_main: bool) -> di
             "rows": {name: len(rows) for name, rows in text.splits.items()},
             "splits": {name: facts.as_dict() for name, facts in trainer.data.facts.items()},
         },
-        "eval": {"split": split, **scores},
+        "eval": {},
         "best": {"metric": trainer.best_metric, "value": state.best_value, "step": state.best_step},
         "baselines": {},
-        "train": {
-            "steps": state.step,
-            "epochs": state.epochs_done,
-            "samples": state.samples,
-            "tokens": state.tokens,
-            "samples_per_second": rates.get("samples_per_second"),
-            "tokens_per_second": rates.get("tokens_per_second"),
-            "mfu": rates.get("mfu"),
-            "mfu_note": trainer.throughput.note,
-            "seconds": round(state.seconds, 3),
-            "final_loss": state.last_loss,
-            "global_batch_size": trainer.sampler.global_batch_size,
-            "phases": dict(trainer.phases.seconds),
-            "changes": trainer.changes,
-        },
+        "train": _progress(trainer),
         "memory": {"peak_bytes": memory},
         **trainer.engine.describe(),
-        "seconds": {"until_training": round(ready - started, 3)},
+        "seconds": {},
         "versions": {name: machine.version(name) for name in machine.ENGINES},
         "git_revision": run_folder.git_revision(),
         "model_dir": str(config.output_dir / run_folder.MODEL),
     }
-    weights = trainer.engine.whole_weights()
-    tracking.conclude(trainer, scores, split, text.splits[split]["text"])
-    # The last that the ranks do together. What the main rank does from here on may take its time: nobody waits for it
-    # in a collective, whose backend would end the waiting ranks after a while.
-    trainer.engine.close()
-    if is_main and config.run.baselines:
-        summary["baselines"] = score_baselines(config, text, split)
-    summary["seconds"]["total"] = round(time.perf_counter() - started, 3)
-    if is_main:
-        base = model_folder.base_folder(config, trainer.origin, lambda: load_base(config, text))
-        card = model_folder.model_card(config, summary, trainer.source, base)
-        model_folder.write_model(
-            config.output_dir / run_folder.MODEL,
-            trainer.engine.bare_model(),
-            weights,
-            trainer.tokenizer,
-            card,
-            base,
-            config.model.revision,
-        )
-        run_folder.write_summary(config, summary)
-    tracking.finish(trainer, config.output_dir / run_folder.MODEL)
-    return summary
+
+
+def _progress(trainer: Trainer) -> dict[str, Any]:
+    """Steps, rows, speed and loss of a training that has ended."""
+    state = trainer.state
+    rates = trainer.throughput.rates(state, trainer.num_processes)
+    return {
+        "steps": state.step,
+        "epochs": state.epochs_done,
+        "samples": state.samples,
+        "tokens": state.tokens,
+        **{name: rates.get(name) for name in ("samples_per_second", "tokens_per_second", "mfu")},
+        "mfu_note": trainer.throughput.note,
+        "seconds": round(state.seconds, 3),
+        "final_loss": state.last_loss,
+        "global_batch_size": trainer.sampler.global_batch_size,
+        "phases": dict(trainer.phases.seconds),
+        "changes": trainer.changes,
+    }
 
 
 def strategy_of(config: Config, num_processes: int) -> str:
@@ -229,16 +240,17 @@ def _evaluate(config: Config, split: str) -> dict[str, Any]:
         text = with_labels_of(text, loaded.model.config.label2id)
     processor = DataProcessor(config.data, loaded.tokenizer, max_positions=loaded.max_positions)
     config = config.replace(cpu_kernels="torch")  # the fast ones are for training, and so is their setting of malloc
-    trainer = Trainer(config, loaded, processor.process(text), processor)
-    scores = trainer.evaluate(split, intervals=True)
-    trainer.engine.close()
+    session = Session(config, loaded, processor.process(text), processor)
+    session.compose(loaded, trains=False)
+    scores = session.evaluate(split, intervals=True)
+    session.engine.close()
     return {
         "model": config.model.model,
         "dataset": text.name,
         "split": split,
         **scores,
-        "world_size": trainer.num_processes,
-        "notes": [f"{split}: {trainer.data.facts[split].line(split)}", *trainer.data.notes],
+        "world_size": session.num_processes,
+        "notes": [f"{split}: {session.data.facts[split].line(split)}", *session.data.notes],
     }
 
 

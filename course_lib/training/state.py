@@ -17,7 +17,7 @@ class TrainState:
         steps_per_epoch: optimizer steps in one epoch.
         samples: rows trained on, filler not counted, over all processes.
         tokens: of these rows, padding not counted.
-        flops: of the model for these tokens, forward and backward, as MFU counts them; see :class:`Throughput`.
+        flops: of the model for these tokens, forward and backward, as MFU counts them; see ``Throughput``.
         seconds: wall clock of those steps, from the end of one to the end of the next, over all resumed parts;
             evaluation and saving are left out. On a GPU it is brought up to date where the device is waited for: at
             each logged line, evaluation and checkpoint, and at the end.

@@ -39,7 +39,8 @@ from tests.waiting import has_lines, until
 def test_the_ranks_codes_are_those_of_the_wish():
     asked = {number: StopRequest() for number in (None, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     for number, request in asked.items():
-        request.signal = number
+        if number is not None:
+            request.ask(number)
     votes = {number: request.vote for number, request in asked.items()}
     assert exit_code(7 * votes[None]) == 0
     assert exit_code(1000 * votes[signal.SIGINT]) == EXIT_INTERRUPTED == 130

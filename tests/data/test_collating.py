@@ -8,7 +8,8 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 
-from course_lib.data.collating import IGNORE, Batch, Collator, moved, unpadded_rows
+from course_lib.data.collating import IGNORE, Batch, Collator, moved
+from course_lib.modeling.inputs import unpadded_rows
 
 PAD, MASK, CLS, SEP = 0, 4, 2, 3
 VOCABULARY = np.arange(5, 1000)

@@ -9,11 +9,12 @@ import pytest
 
 from course_lib.config import DataConfig, build
 from course_lib.data import DataProcessor, TextData
-from course_lib.data.collating import IGNORE, Collator, model_inputs
+from course_lib.data.collating import IGNORE, Collator
 from course_lib.data.packing import best_fit
 from course_lib.data.processing import as_torch
 from course_lib.data.window_rows import plain_tokens
 from course_lib.errors import ConfigError
+from course_lib.modeling.inputs import model_inputs
 
 TEXTS = [f"{row} " * (1 + row * 7 % 23) for row in range(80)] + ["long " * 40, "x"]
 SIZE = 32

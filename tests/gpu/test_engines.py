@@ -151,7 +151,7 @@ def connected(folder, watchdog):
     with mock.patch.object(
         torch.cuda, "is_bf16_supported", lambda *a, **k: (asked.append(torch.cuda.current_device()), own(*a, **k))[1]
     ):
-        build_engine(parity.task(folder, 2, device="cuda", mixed_precision="auto", watchdog=watchdog)).connect()
+        build_engine(parity.task(folder, 2, device="cuda", mixed_precision="auto", watchdog=watchdog))
     made_with = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     process_group.have_patience(watchdog)
     return dist.get_backend_config(), asked, made_with, gpu_sim.cuda.timeouts
@@ -301,7 +301,7 @@ def learning_rates(folder, training_type, ranks, logging_steps, infinite_at):
     rates, places = [], []
 
     def begin(self, trainer):
-        (trainer.engine.scaler if training_type == "basic" else trainer.engine.accelerator.scaler)._init_scale = 1024.0
+        (trainer.stored.scaler)._init_scale = 1024.0
         calls = iter(range(10**6))
         weight = next(p for p in trainer.model.parameters() if p.requires_grad)
         per_step = trainer.sampler.accumulation

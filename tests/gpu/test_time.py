@@ -134,7 +134,7 @@ def phases_of(options):
     """What the summary says of the training, and the kernels that the device was given in each phase."""
     import gpu_sim
 
-    from course_lib.metering.phases import Phases
+    from course_lib.parallel.clock import Phases
 
     kernels, timed = Counter(), Phases.__call__
 
@@ -180,7 +180,7 @@ def by_turns(_):
 
     torch.set_num_threads(1)
     trainer = build_trainer(build(BASE | {"training_type": "basic"}))[0]
-    batches = [trainer.engine.to_device(batch) for batch in itertools.islice(trainer.train_loader, 2)]
+    batches = [trainer.ranks.to_device(batch) for batch in itertools.islice(trainer.train_loader, 2)]
     trainer.train_step(batches[:1])
     trainer.clock.settle()
     turns = metered(lambda: step_profile.seconds_by_turns(trainer, {"one": batches, "other": batches}))

@@ -230,7 +230,7 @@ def train(folder, options=None, plant=None, rank_1=None, naive=False):
     own = rank_1 if rank_1 and os.environ["RANK"] == "1" else {}
     config = build(QUICK | {"output_dir": str(folder)} | (options or {}) | own)
     folder.mkdir(exist_ok=True)
-    everything = mock.patch.object(desync, "held_alike", lambda trainer: [(0, trainer.engine.parameters())])
+    everything = mock.patch.object(desync, "held_alike", lambda trainer: [(0, trainer.stored.parameters())])
     try:
         with everything if naive else contextlib.nullcontext():
             return run(config, plant)

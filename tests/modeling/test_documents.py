@@ -5,9 +5,9 @@ import torch
 import torch._functorch.config
 from transformers import AutoModelForCausalLM
 
-from course_lib.data.collating import IGNORE, Collator, model_inputs
+from course_lib.data.collating import IGNORE, Collator
 from course_lib.modeling import presets
-from course_lib.modeling.masks import padding_known
+from course_lib.modeling.inputs import model_inputs, padding_known
 from course_lib.modeling.recomputing import recompute_activations
 from course_lib.training.compiling import compile_blocks
 from course_lib.training.cpu_kernels import use_fast_kernels

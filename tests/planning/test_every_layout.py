@@ -5,6 +5,7 @@ import math
 import random
 import shlex
 from collections import Counter, defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from course_lib.planning import hardware, models, strategy, to_launchers
 from course_lib.planning import layouts as proposed
 from course_lib.planning.families import FAMILIES
 from course_lib.planning.plan import OPTIMIZERS, Plan
-from course_lib.training.engines import build_engine
+from course_lib.training.engines import engine_class
 from course_lib.training.run import build_trainer
 from tests.forked_process import import_deepspeed
 from tests.modeling.test_stages import FOUND
@@ -101,13 +102,13 @@ def test_the_printed_command_of_every_layout_is_a_run_that_nothing_refuses(names
                         assert reason in to_launchers.launch_line(plan, ranks, model)
                         continue
                     config = config_of(plan, model, found.cluster.gpus_per_node, num_processes=ranks)
-                    engine = build_engine(config)
-                    engine.refuse(torch.device(device), config.run.mixed_precision)
-                    engine.num_processes = ranks
-                    engine.grid = engine.make_grid()
-                    assert sizes(engine.grid) == (plan.data, plan.pipeline, plan.context, plan.tensor)
+                    engine, precision = engine_class(config), config.run.mixed_precision
+                    engine.refuse(config, torch.device(device), precision)
+                    grid = engine.make_grid(config, ranks)
+                    assert sizes(grid) == (plan.data, plan.pipeline, plan.context, plan.tensor)
                     if plan.pipeline > 1:
-                        schedule = engine._schedule(config.pipeline.pipeline_chunks)
+                        here = SimpleNamespace(grid=grid, device=torch.device(device), precision=precision)
+                        schedule = engine(config, here).schedule
                         stages = 2 if plan.schedule == "zbv" else plan.virtual
                         assert schedule.stages == plan.pipeline * stages <= model.layers
                     seen[gpu, ranks, plan.tensor > 1, plan.pipeline > 1] += 1
@@ -221,10 +222,9 @@ def runs_that_nothing_refuses(draws, seed):
         if plan.gpus == 1 or not to_launchers.runs_here(plan, model):
             continue
         config = config_of(plan, model, 8, num_processes=plan.gpus)
-        engine = build_engine(config)
-        engine.refuse(torch.device("cuda"), config.run.mixed_precision)
-        engine.num_processes = plan.gpus
-        assert sizes(engine.make_grid()) == (plan.data, plan.pipeline, plan.context, plan.tensor)
+        engine = engine_class(config)
+        engine.refuse(config, torch.device("cuda"), config.run.mixed_precision)
+        assert sizes(engine.make_grid(config, plan.gpus)) == (plan.data, plan.pipeline, plan.context, plan.tensor)
         made[plan.engine] += 1
     return made
 
@@ -278,10 +278,9 @@ def test_the_printed_commands_of_split_sequences_are_runs_that_nothing_refuses(m
         _, plans = layouts(TINY[name], "H100", 4)
         for plan in (plan for plan in plans if plan.context > 1 and to_launchers.runs_here(plan, TINY[name])):
             config = config_of(plan, TINY[name], 4, num_processes=4)
-            engine = build_engine(config)
-            engine.refuse(torch.device("cuda"), config.run.mixed_precision)
-            engine.num_processes = 4
-            assert sizes(engine.make_grid()) == (plan.data, 1, plan.context, plan.tensor)
+            engine = engine_class(config)
+            engine.refuse(config, torch.device("cuda"), config.run.mixed_precision)
+            assert sizes(engine.make_grid(config, 4)) == (plan.data, 1, plan.context, plan.tensor)
             seen[plan.engine, plan.stage, plan.context, plan.tensor] += 1
     assert {
         ("ddp", 0, 4, 1),
@@ -320,7 +319,7 @@ def two_steps(folder, jobs, gpus_per_node):
         config.output_dir.mkdir(parents=True, exist_ok=True)
         trainer, _ = build_trainer(config)
         state = trainer.train()
-        found.append((state.step, state.last_loss, sizes(trainer.engine.grid)))
+        found.append((state.step, state.last_loss, sizes(trainer.ranks.grid)))
     return found
 
 

@@ -36,7 +36,7 @@ def train(options, dropout=0.1, unsynchronised=False):
         if isinstance(module, torch.nn.Dropout):
             module.p = dropout
     if unsynchronised:
-        trainer.engine.accumulating = lambda last: trainer.engine.accelerator.no_sync(trainer.wrapped)
+        trainer.engine.accumulating = lambda last: trainer.ranks.accelerator.no_sync(trainer.wrapped)
     trainer.train()
     weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).double()
     return trainer.state.step, [weights.sum().item(), weights.abs().sum().item()], trainer.evaluate("validation")

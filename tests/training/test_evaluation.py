@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -18,6 +19,9 @@ from course_lib.config import build
 from course_lib.data import DataConnector, DataProcessor
 from course_lib.launching.launch import launch
 from course_lib.lessons import reference_metrics
+from course_lib.training import run as runs
+from course_lib.training.engines import compose
+from course_lib.training.engines.base import StepEngine
 from course_lib.training.evaluation import ClassificationCounts
 from course_lib.training.trainer import Trainer
 
@@ -90,16 +94,16 @@ def evaluate_on_rank(cases):
         trainer = trainer_for(case, "accelerated")
         seen = []
 
-        def gather_and_keep(tensors, gather=trainer.engine.gather, seen=seen):
+        def gather_and_keep(tensors, gather=trainer.ranks.gather, seen=seen):
             gathered = gather(tensors)
             seen.append(gathered)
             return gathered
 
-        trainer.engine.gather = gather_and_keep
+        trainer.ranks.gather = gather_and_keep
         metrics = trainer.evaluate("validation")
-        trainer.engine.gather = trainer.engine.accelerator.gather
+        trainer.ranks.gather = trainer.ranks.accelerator.gather
         repeats_kept = trainer.evaluate("validation")
-        trainer.engine.gather = lambda tensors: tensors
+        trainer.ranks.gather = lambda tensors: tensors
         own_rows = trainer.evaluate("validation")
         rows = [torch.cat(column).double().numpy() for column in zip(*seen, strict=True)]
         outcomes.append({"metrics": metrics, "rows": rows, "repeats_kept": repeats_kept, "own_rows": own_rows})
@@ -245,3 +249,35 @@ def test_repeated_rows_are_dropped_only_inside_the_loop():
     for inside, after in launch(gather_in_and_after_the_loop, num_processes=2, timeout=200):
         assert inside == list(range(10))
         assert len(after) == 16 and set(after) == set(range(10))
+
+
+def scores_without_an_optimizer(folder, kinds):
+    """Of a saved model, by training type."""
+    config = build(
+        {
+            "task": "causal_lm",
+            "model": folder,
+            "max_length": 16,
+            "max_train_samples": 400,
+            "max_eval_samples": 40,
+            "device": "cpu",
+            "mixed_precision": "no",
+            "progress_bar": False,
+        }
+    )
+    scores = {}
+    with mock.patch.object(compose, "make_optimizer", side_effect=AssertionError("an optimizer is made")):
+        for kind in kinds:
+            with mock.patch.object(StepEngine, "close", lambda engine: engine.ranks.barrier()):  # the next needs them
+                scores[kind] = runs.evaluate(config.replace(training_type=kind), "test")["loss"]
+    return scores
+
+
+def test_scoring_a_trained_model_builds_no_optimizer_and_a_pipeline_scores_it_too(tmp_path):
+    _, loaded, _, _ = ingredients("causal_lm")
+    loaded.model.save_pretrained(tmp_path)
+    loaded.tokenizer.save_pretrained(tmp_path)
+    alone = scores_without_an_optimizer(str(tmp_path), ["basic"])["basic"]
+    kinds = ["accelerated", "pipeline"]
+    for rank in launch(scores_without_an_optimizer, str(tmp_path), kinds, num_processes=2, device="cpu", timeout=160):
+        assert rank == pytest.approx(dict.fromkeys(kinds, alone), rel=1e-5)

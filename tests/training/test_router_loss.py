@@ -8,11 +8,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from course_lib.errors import ConfigError
-from course_lib.modeling.context import WholeSequences
+from course_lib.modeling.inputs import WholeSequences
 from course_lib.training.router_loss import RouterLoss
 from tests.modeling.test_mixtures import CONFIGS, model
 
-ALONE = SimpleNamespace(sum=lambda numbers: numbers, own_part=lambda own: own, sequences=WholeSequences("causal_lm"))
+WHOLE, ALONE = WholeSequences("causal_lm"), SimpleNamespace(sum=lambda numbers: numbers, own_part=lambda own: own)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -27,7 +27,7 @@ def test_it_is_transformers_of_the_mean_layer_and_padding_and_filler_do_not_coun
     loss = RouterLoss(trained, 0.1)
     logits = trained(input_ids=ids, attention_mask=mask, output_router_logits=True, use_cache=False).router_logits
     theirs = torch.stack([load_balancing_loss_func((layer,), 4, 2, counted) for layer in logits]).mean()
-    ours = loss.share({"input_ids": ids, "attention_mask": mask, "labels": labels}, ALONE)
+    ours = loss.share({"input_ids": ids, "attention_mask": mask, "labels": labels}, WHOLE, ALONE)
     assert ours.item() == pytest.approx(0.1 * theirs.item(), rel=1e-5) and len(logits) == 2
     for wrong in (mask, None):
         of_all = torch.stack([load_balancing_loss_func((layer,), 4, 2, wrong) for layer in logits]).mean()
@@ -45,7 +45,10 @@ def test_a_micro_batch_of_filler_alone_has_none():
     loss = RouterLoss(trained, 0.1)
     ids = torch.ones(1, 4, dtype=torch.long)
     trained(input_ids=ids)
-    assert loss.share({"input_ids": ids, "attention_mask": ids, "labels": torch.full((1, 4), -100)}, ALONE).item() == 0
+    assert (
+        loss.share({"input_ids": ids, "attention_mask": ids, "labels": torch.full((1, 4), -100)}, WHOLE, ALONE).item()
+        == 0
+    )
 
 
 def test_a_dense_model_has_none():

@@ -10,8 +10,7 @@ import torch
 from transformers import BertConfig, ViTConfig
 
 from course_lib.data.ordering import lengths_at
-from course_lib.metering.phases import Phases, Stopwatch
-from course_lib.parallel.clock import Clock
+from course_lib.parallel.clock import Clock, Phases, Stopwatch
 from course_lib.planning import hardware
 from course_lib.training.state import TrainState
 from course_lib.training.throughput import Throughput, peak_of
@@ -114,9 +113,12 @@ def test_phases_add_up_as_they_end(monkeypatch):
     for _ in range(2):
         with phases("one"):
             pass
+    assert phases.seconds == {}
+    phases.settle()
     assert phases.seconds == {"one": 1 + 2}
     with phases("other"), phases("one"):
         pass
+    phases.settle()
     assert phases.seconds == {"one": 1 + 2 + 4, "other": 1 + 4 + 1}
 
 

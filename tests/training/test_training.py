@@ -220,7 +220,7 @@ def test_trainings_of_one_process_have_each_its_own_precision(trainer_of, own_ac
     for precision in ("bf16", "no", "bf16"):
         trainer = trainer_of(training_type="accelerated", mixed_precision=precision, device="cpu")
         trainer.train()
-        assert trainer.engine.accelerator.mixed_precision == precision
+        assert trainer.ranks.accelerator.mixed_precision == precision
     AcceleratorState._reset_state()
     Accelerator(cpu=True)
     with pytest.raises(ConfigError, match="has an Accelerator with mixed_precision no, and this training has bf16"):

@@ -1,6 +1,7 @@
 """The capstone: the learner's decisions about one project, and the plans that follow from them.
 
-:mod:`capstone_runs` carries the project out on this machine's ranks, :mod:`capstone_rubric` judges it.
+:mod:`course_lib.lessons.capstone.rehearsal` carries the project out on this machine's ranks,
+:mod:`course_lib.lessons.capstone.rubric` judges it.
 """
 
 from collections.abc import Mapping, Sequence

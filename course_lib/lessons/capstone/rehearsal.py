@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -22,9 +22,7 @@ from course_lib.training.callbacks import Callback
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.checkpoints.run_folder import METRICS, MODEL
 from course_lib.training.run import train
-
-if TYPE_CHECKING:
-    from course_lib.training.trainer import Trainer
+from course_lib.training.session import Session
 
 METERED = 2
 """The step whose model states are metered; what the next one sends is, too."""
@@ -45,7 +43,7 @@ class StepMeter(Callback):
     def __init__(self, step: int = METERED):
         self.step = step
 
-    def on_train_begin(self, trainer: "Trainer") -> None:
+    def on_train_begin(self, trainer: Session) -> None:
         engine, train_step = trainer.engine, trainer.train_step
         wrapped, clip = trainer.wrapped, engine.clip
         optimizer = getattr(wrapped, "optimizer", trainer.optimizer)  # DeepSpeed's own knows its gradients and copies
@@ -68,7 +66,7 @@ class StepMeter(Callback):
                 engine.clip = clip  # type: ignore[method-assign]
             states = sum(meter.resident[kind] for kind in ("parameters", "gradients", "optimizer states"))
             values = {"capstone/states": states} if number == 0 else {"capstone/sent": meter.bytes_sent}
-            engine.accelerator.log(values, step=trainer.state.step + 1)
+            trainer.ranks.accelerator.log(values, step=trainer.state.step + 1)
             return result
 
         trainer.train_step = metered  # type: ignore[method-assign]
@@ -161,7 +159,7 @@ class KillAt(Callback):
     def __init__(self, rank: int, step: int):
         self.rank, self.step = rank, step
 
-    def on_step_end(self, trainer: "Trainer") -> None:
+    def on_step_end(self, trainer: Session) -> None:
         if (trainer.rank, trainer.state.step) == (self.rank, self.step):
             os.kill(os.getpid(), signal.SIGKILL)
 

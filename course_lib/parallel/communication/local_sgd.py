@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from course_lib.errors import ConfigError
-from course_lib.parallel.wrap_checks import check_ranks_agree
+from course_lib.parallel.wrapping import check_ranks_agree
 
 
 class LocalTraining(nn.Module):

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from course_lib.errors import ConfigError
 from course_lib.parallel import blocks as partition
-from course_lib.parallel.call_hooks import run_hooks_always
 from course_lib.parallel.sharding import check_elementwise, names_of, repoint
+from course_lib.parallel.wrapping import run_hooks_always
 from course_lib.torch_names import parameter_groups
 
 

@@ -22,7 +22,7 @@ from course_lib.parallel.pipeline.validation import check
 
 
 class TorchPipeline:
-    """Runs a table in torch's schedule runtime, with the face of :class:`PipelineExecutor`.
+    """Runs a table in torch's schedule runtime, with the face of ``PipelineExecutor``.
 
     Args:
         schedule: the table; torch adds its own sends and receives.
@@ -58,7 +58,7 @@ class TorchPipeline:
     def step(
         self, *inputs: Tensor, targets: Tensor, scale: float | Tensor | None = None, **extras: Tensor
     ) -> StepResult:
-        """Forward and backward of one batch; as :meth:`PipelineExecutor.step`, without spans and peak."""
+        """Forward and backward of one batch; as ``PipelineExecutor.step``, without spans and peak."""
         if scale is None:
             scale = 1 / self.table.microbatches
         losses: list[Tensor] = []

@@ -8,51 +8,49 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm.auto import tqdm
 
 from course_lib import learner_files
 from course_lib.config import Config
 from course_lib.training.checkpoints import checkpoint
+from course_lib.training.session import Session
 from course_lib.writing import JsonLines
-
-if TYPE_CHECKING:
-    from course_lib.training.trainer import Trainer
 
 
 class Callback:
     """Subclass it and override what you need."""
 
-    def on_connect(self, trainer: "Trainer") -> None:
+    def on_connect(self, trainer: Session) -> None:
         """Once the ranks have joined and the model stands, before an engine wraps it."""
 
-    def on_train_begin(self, trainer: "Trainer") -> None:
+    def on_train_begin(self, trainer: Session) -> None:
         """Before the first step; after a checkpoint has been read, if there was one."""
 
-    def on_step_end(self, trainer: "Trainer") -> None:
+    def on_step_end(self, trainer: Session) -> None:
         """After each optimizer step."""
 
-    def on_log(self, trainer: "Trainer", line: dict[str, Any]) -> None:
+    def on_log(self, trainer: Session, line: dict[str, Any]) -> None:
         """After every ``logging_steps`` steps and each evaluation, with the numbers."""
 
-    def on_evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_evaluate(self, trainer: Session, metrics: dict[str, float]) -> None:
         """After each evaluation on the validation split."""
 
-    def on_save(self, trainer: "Trainer", checkpoint: Path) -> None:
+    def on_save(self, trainer: Session, checkpoint: Path) -> None:
         """After each checkpoint."""
 
-    def on_train_end(self, trainer: "Trainer") -> None:
+    def on_train_end(self, trainer: Session) -> None:
         """After the last step, also when the run was interrupted."""
 
 
 class FunctionCallback(Callback):
     """A plain function, called after each step with the trainer."""
 
-    def __init__(self, function: Callable[["Trainer"], None]):
+    def __init__(self, function: Callable[[Session], None]):
         self.function = function
 
-    def on_step_end(self, trainer: "Trainer") -> None:
+    def on_step_end(self, trainer: Session) -> None:
         self.function(trainer)
 
 
@@ -81,7 +79,7 @@ def shows_bar(config: Config) -> bool:
 class ProgressBar(Callback):
     """Steps done, loss, learning rate, samples and tokens per second, and MFU where it is known, on the main rank."""
 
-    def on_train_begin(self, trainer: "Trainer") -> None:
+    def on_train_begin(self, trainer: Session) -> None:
         self.bar = tqdm(
             total=trainer.state.max_steps,
             initial=trainer.state.step,
@@ -91,10 +89,10 @@ class ProgressBar(Callback):
             mininterval=0.5,
         )
 
-    def on_step_end(self, trainer: "Trainer") -> None:
+    def on_step_end(self, trainer: Session) -> None:
         self.bar.update()
 
-    def on_log(self, trainer: "Trainer", line: dict[str, Any]) -> None:
+    def on_log(self, trainer: Session, line: dict[str, Any]) -> None:
         if "loss" in line:
             mfu = f", MFU {line['mfu']:.1%}" if "mfu" in line else ""
             self.bar.set_postfix_str(
@@ -106,7 +104,7 @@ class ProgressBar(Callback):
         elif not self.bar.disable:
             self.bar.write(evaluated(line))
 
-    def on_train_end(self, trainer: "Trainer") -> None:
+    def on_train_end(self, trainer: Session) -> None:
         self.bar.close()
 
 
@@ -119,12 +117,12 @@ class JsonLinesLog(Callback):
     def __init__(self, path: Path):
         self.path, self.lines = path, JsonLines(path)
 
-    def on_train_begin(self, trainer: "Trainer") -> None:
+    def on_train_begin(self, trainer: Session) -> None:
         if trainer.is_main:
             with checkpoint.saving(str(self.path)):
                 self.lines.cut(trainer.state.step)
 
-    def on_log(self, trainer: "Trainer", line: dict[str, Any]) -> None:
+    def on_log(self, trainer: Session, line: dict[str, Any]) -> None:
         if trainer.is_main:
             with checkpoint.saving(f"a line of {self.path}"):
                 self.lines.append(line)
@@ -136,6 +134,6 @@ class EarlyStopping(Callback):
     def __init__(self, patience: int):
         self.patience = patience
 
-    def on_evaluate(self, trainer: "Trainer", metrics: dict[str, float]) -> None:
+    def on_evaluate(self, trainer: Session, metrics: dict[str, float]) -> None:
         if trainer.state.evaluations_since_best >= self.patience:
             trainer.state.stop = True

@@ -4,16 +4,13 @@ Ranks that differ seldom say so: the loss still falls, and the weights that are 
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from course_lib.config import Config, flatten
 from course_lib.hangs.desync import GatheringRanks, Topic, compare, replicas, topic
 from course_lib.training.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from course_lib.training.trainer import Trainer
+from course_lib.training.session import Session
 
 OWN_ON_EACH_RANK = frozenset(
     {"dataset", "model", "output_dir", "env_file", "num_workers", "pin_memory", "progress_bar"}
@@ -38,24 +35,24 @@ class AgreementCheck(Callback):
         self.elements = None if config.guard.desync_check == "full" else SAMPLE
         self.every, self.steps, self.agreed = config.guard.desync_steps, 0, ""
 
-    def on_connect(self, trainer: "Trainer") -> None:
+    def on_connect(self, trainer: Session) -> None:
         if trainer.num_processes > 1:
-            parameters = trainer.engine.parameters()
+            parameters = trainer.stored.parameters()
             compare(
                 [_config(trainer), _data(trainer), _model(trainer, parameters, parameters)],
                 "before the first step",
                 GatheringRanks(trainer.device),
             )
 
-    def on_train_begin(self, trainer: "Trainer") -> None:
+    def on_train_begin(self, trainer: Session) -> None:
         self._compare(trainer, "before the first step")
 
-    def on_step_end(self, trainer: "Trainer") -> None:
+    def on_step_end(self, trainer: Session) -> None:
         self.steps += 1
         if self.steps % self.every == 0:
             self._compare(trainer, f"after step {trainer.state.step}")
 
-    def _compare(self, trainer: "Trainer", when: str) -> None:
+    def _compare(self, trainer: Session, when: str) -> None:
         if trainer.num_processes > 1:
             parts = held_alike(trainer)
             whole = {name: parameter for _, alike in parts for name, parameter in alike.items()}
@@ -63,7 +60,7 @@ class AgreementCheck(Callback):
                 [
                     _config(trainer),
                     _data(trainer),
-                    _model(trainer, trainer.engine.parameters(), whole),
+                    _model(trainer, trainer.stored.parameters(), whole),
                     _step(trainer),
                     *(
                         replicas(
@@ -82,7 +79,7 @@ class AgreementCheck(Callback):
         self.agreed = when
 
 
-def _config(trainer: "Trainer") -> Topic:
+def _config(trainer: Session) -> Topic:
     fields = flatten(trainer.config).items()
     return topic(
         {f"`{name}`": repr(value) for name, value in fields if name not in OWN_ON_EACH_RANK},
@@ -90,14 +87,14 @@ def _config(trainer: "Trainer") -> Topic:
     )
 
 
-def _data(trainer: "Trainer") -> Topic:
+def _data(trainer: Session) -> Topic:
     rows = {f"the number of {split} rows": str(len(part)) for split, part in trainer.data.splits.items()}
     return topic(
         rows | {"the data's fingerprint": trainer.data.fingerprint[:12]}, "give every machine the same data files"
     )
 
 
-def _model(trainer: "Trainer", parameters: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Topic:
+def _model(trainer: Session, parameters: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Topic:
     """Parameters by name, in module order: shape where this rank has the whole, dtype, and whether trained."""
 
     def described(name: str, parameter: Tensor) -> str:
@@ -108,15 +105,15 @@ def _model(trainer: "Trainer", parameters: Mapping[str, Tensor], whole: Mapping[
     return topic(
         {f"parameter `{name}`": described(name, parameter) for name, parameter in parameters.items()},
         "build the same model on every rank",
-        trainer.engine.part,
+        trainer.ranks.part,
     )
 
 
-def _step(trainer: "Trainer") -> Topic:
+def _step(trainer: Session) -> Topic:
     return topic({"the step": str(trainer.state.step)}, "let every rank resume from the same checkpoint")
 
 
-def held_alike(trainer: "Trainer") -> list[tuple[int, dict[str, Tensor]]]:
+def held_alike(trainer: Session) -> list[tuple[int, dict[str, Tensor]]]:
     """The parameters that other ranks hold too, by name, beside a number that is the same on those ranks.
 
     As many sets on every rank: experts that are spread are a set beside all else, which more ranks hold.
@@ -127,9 +124,9 @@ def held_alike(trainer: "Trainer") -> list[tuple[int, dict[str, Tensor]]]:
     """
     if trainer.engine.trains_apart:
         return [(0, {})]
-    parallel, parameters = trainer.config.parallel, trainer.engine.parameters()
+    parallel, parameters = trainer.config.parallel, trainer.stored.parameters()
     if parallel.strategy in ("zero3", "fsdp") or (parallel.strategy, parallel.chosen_engine) == ("zero2", "torch"):
         if not parallel.shard_group_size:
             return [(0, {})]
         return [(trainer.rank % parallel.shard_group_size, parameters)]
-    return trainer.engine.parameters_by_part()
+    return trainer.stored.parameters_by_part()

@@ -1,15 +1,13 @@
 """Which experts a mixture of experts uses while it trains, on which rank, and how unevenly."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from course_lib.modeling.mixtures import ExpertCounts
 from course_lib.training.callbacks.base import Callback
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.checkpoints.run_folder import MONITOR
+from course_lib.training.session import Session
 from course_lib.writing import JsonLines
-
-if TYPE_CHECKING:
-    from course_lib.training.trainer import Trainer
 
 EXPERTS = "experts.jsonl"
 MODEL_TYPES = ("olmoe", "mixtral")
@@ -38,7 +36,7 @@ class ExpertLoad(Callback):
         self.model_type = model_type
         self.counts: ExpertCounts | None = None
 
-    def on_train_begin(self, trainer: "Trainer") -> None:
+    def on_train_begin(self, trainer: Session) -> None:
         if self.model_type in MODEL_TYPES and not trainer.config.model.torch_compile:
             self.counts = ExpertCounts(trainer.model)
             self.lines = JsonLines(trainer.output_dir / MONITOR / EXPERTS)
@@ -47,12 +45,12 @@ class ExpertLoad(Callback):
                     self.lines.path.parent.mkdir(parents=True, exist_ok=True)
                     self.lines.cut(trainer.state.step)
 
-    def on_log(self, trainer: "Trainer", line: dict[str, Any]) -> None:
+    def on_log(self, trainer: Session, line: dict[str, Any]) -> None:
         if self.counts is None or "loss" not in line:
             return
         chosen, dropped = self.counts.take()
         own_loss = trainer.router_loss.take() if trainer.router_loss else 0.0
-        by_rank = trainer.engine.gather_objects(
+        by_rank = trainer.ranks.gather_objects(
             (dict(zip(self.counts.names, chosen.tolist(), strict=True)), dropped, own_loss)
         )
         layers = {
@@ -79,7 +77,7 @@ class ExpertLoad(Callback):
             with checkpoint.saving(f"a line of {self.lines.path}"):
                 self.lines.append({"step": line["step"], "chosen": layers})
 
-    def on_train_end(self, trainer: "Trainer") -> None:
+    def on_train_end(self, trainer: Session) -> None:
         if self.counts is not None:
             self.counts.close()
 

@@ -2,16 +2,14 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from course_lib.tracking.base import Histogram
-from course_lib.training.engines.sharded import ShardedEngine
-
-if TYPE_CHECKING:
-    from course_lib.training.trainer import Trainer
+from course_lib.training.checkpoints.sharded_state import ShardedState
+from course_lib.training.session import Session
 
 BINS = 64
 
@@ -28,7 +26,7 @@ class TensorWatch:
         every: optimizer steps between two looks; the last step is looked at too.
     """
 
-    def __init__(self, trainer: "Trainer", kind: str, every: int):
+    def __init__(self, trainer: Session, kind: str, every: int):
         self.trainer, self.kind, self.every = trainer, kind, every
         self.gradients: dict[str, Histogram] = {}
         self.hook: Any = None
@@ -59,8 +57,8 @@ class TensorWatch:
 
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
         trainer = self.trainer
-        if isinstance(trainer.engine, ShardedEngine) and trainer.engine.shards_state:
-            return [(name, piece.data) for name, piece in trainer.engine.pieces().items()]
+        if isinstance(trainer.stored, ShardedState):
+            return [(name, piece.data) for name, piece in trainer.stored.pieces().items()]
         return list(trainer.model.named_parameters())
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ What they find is in ``monitor/`` of the run's folder; :func:`summary` and :func
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import psutil
@@ -21,10 +21,8 @@ from course_lib.system import machine
 from course_lib.training.callbacks.base import Callback
 from course_lib.training.callbacks.step_profile import StepProfile, quiet
 from course_lib.training.checkpoints.run_folder import MONITOR
+from course_lib.training.session import Batch, Session
 from course_lib.writing import write_text
-
-if TYPE_CHECKING:
-    from course_lib.training.trainer import Batch, Trainer
 
 MEMORY, COMMUNICATION, ALERTS = "memory.csv", "communication.csv", "alerts.csv"
 PROFILE, TRACE = "profile-rank-{rank}.csv", "rank-{rank}"
@@ -46,11 +44,11 @@ def monitors(config: Config) -> list[Callback]:
     return monitors
 
 
-def from_every_rank(trainer: "Trainer", own: Sequence[float]) -> list[list[float]]:
+def from_every_rank(trainer: Session, own: Sequence[float]) -> list[list[float]]:
     """Each rank's numbers, by rank, as float32: one sum brings them together. A collective call."""
     numbers = torch.zeros(trainer.num_processes, len(own), device=trainer.device)
     numbers[trainer.rank] = torch.tensor(own)
-    return trainer.engine.sum(numbers).tolist()
+    return trainer.ranks.sum(numbers).tolist()
 
 
 class MemoryMonitor(Callback):
@@ -75,7 +73,7 @@ class MemoryMonitor(Callback):
         self.alerts: list[dict[str, Any]] = []
         self._said: set[str] = set()
 
-    def memory(self, trainer: "Trainer") -> tuple[float, float]:
+    def memory(self, trainer: Session) -> tuple[float, float]:
         """What this rank holds and what it may hold, in MiB."""
         if trainer.device.type == "cuda":
             total = torch.cuda.get_device_properties(trainer.device).total_memory
@@ -83,7 +81,7 @@ class MemoryMonitor(Callback):
         total = min(psutil.virtual_memory().total, machine.cgroup_memory_limit() or 2**63)
         return psutil.Process().memory_info().rss / MIB, total / MIB / ranks_here(trainer)
 
-    def on_step_end(self, trainer: "Trainer") -> None:
+    def on_step_end(self, trainer: Session) -> None:
         step = trainer.state.step
         if step % self.every and not trainer.state.finished:
             return
@@ -110,7 +108,7 @@ class MemoryMonitor(Callback):
                 f"{amounts.index(least)} {least:,.0f}, {most / least:.2f} times less",
             )
 
-    def _alert(self, trainer: "Trainer", kind: str, text: str) -> None:
+    def _alert(self, trainer: Session, kind: str, text: str) -> None:
         if kind in self._said:
             return
         self._said.add(kind)
@@ -118,7 +116,7 @@ class MemoryMonitor(Callback):
         if trainer.is_main:
             print(f"memory alert at step {trainer.state.step}: {text}", flush=True)
 
-    def on_train_end(self, trainer: "Trainer") -> None:
+    def on_train_end(self, trainer: Session) -> None:
         keep(trainer, MEMORY, self.rows, ("step", "rank", "mib", "share"))
         keep(trainer, ALERTS, self.alerts, ("step", "alert"))
 
@@ -143,7 +141,7 @@ class CommunicationMonitor(Callback):
         self.every = every
         self.rows: list[dict[str, float]] = []
 
-    def on_train_begin(self, trainer: "Trainer") -> None:
+    def on_train_begin(self, trainer: Session) -> None:
         train_step = trainer.train_step
 
         def metered(micro_batches: Sequence["Batch"]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,7 +167,7 @@ class CommunicationMonitor(Callback):
 
         trainer.train_step = metered  # type: ignore[method-assign]
 
-    def on_train_end(self, trainer: "Trainer") -> None:
+    def on_train_end(self, trainer: Session) -> None:
         del trainer.train_step
         keep(trainer, COMMUNICATION, self.rows, self.COLUMNS)
 
@@ -190,7 +188,7 @@ class Profiler(Callback):
         self.schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         self.memory = memory
 
-    def on_train_begin(self, trainer: "Trainer") -> None:
+    def on_train_begin(self, trainer: Session) -> None:
         self.folder, self.rank, self.recorded = trainer.output_dir / MONITOR, trainer.rank, False
         devices = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (trainer.device.type == "cuda")
         quiet()
@@ -216,10 +214,10 @@ class Profiler(Callback):
         write_text(self.folder / PROFILE.format(rank=self.rank), pd.DataFrame(rows).to_csv(index=False))
         self.recorded = True
 
-    def on_step_end(self, trainer: "Trainer") -> None:
+    def on_step_end(self, trainer: Session) -> None:
         self.profile.step()
 
-    def on_train_end(self, trainer: "Trainer") -> None:
+    def on_train_end(self, trainer: Session) -> None:
         self.profile.stop()
         if not self.recorded and trainer.is_main:
             print(
@@ -227,12 +225,12 @@ class Profiler(Callback):
             )
 
 
-def ranks_here(trainer: "Trainer") -> int:
+def ranks_here(trainer: Session) -> int:
     """Ranks on this machine, as its launcher says; all of them where it says nothing."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", trainer.num_processes))
 
 
-def keep(trainer: "Trainer", name: str, rows: list[dict[str, Any]], columns: Sequence[str]) -> None:
+def keep(trainer: Session, name: str, rows: list[dict[str, Any]], columns: Sequence[str]) -> None:
     """Write rows as CSV into the run's folder of monitors, on the main rank."""
     if trainer.is_main:
         folder = trainer.output_dir / MONITOR

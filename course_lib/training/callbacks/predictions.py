@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,9 +10,7 @@ import torch
 from course_lib.data.batching import SequentialKeys
 from course_lib.data.cache import column
 from course_lib.training.evaluation import evaluate_split, evaluating
-
-if TYPE_CHECKING:
-    from course_lib.training.trainer import Trainer
+from course_lib.training.session import Session
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,12 +49,12 @@ class Predictions:
         ]
 
 
-def predict(trainer: "Trainer", split: str) -> Predictions:
+def predict(trainer: Session, split: str) -> Predictions:
     """Predict every row of a split of a classification data set. A collective call."""
     gathered: list[tuple[torch.Tensor, ...]] = []
 
     def gather(tensors: Any) -> Any:
-        gathered.append(tuple(trainer.engine.gather(tensors)))
+        gathered.append(tuple(trainer.ranks.gather(tensors)))
         return gathered[-1]
 
     with evaluating(trainer.wrapped):

@@ -1,14 +1,12 @@
 """What a run says of itself on the terminal: its first lines, and a line per logged step where no bar is shown."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
 from course_lib.config import Config
 from course_lib.training.callbacks.base import Callback, evaluated, shows_bar
-
-if TYPE_CHECKING:
-    from course_lib.training.trainer import Trainer
+from course_lib.training.session import Session
 
 
 def terminal_lines(config: Config) -> list[Callback]:
@@ -19,19 +17,19 @@ def terminal_lines(config: Config) -> list[Callback]:
 class Opening(Callback):
     """Before the first step: data, model, ranks, precision, steps, and where the run writes."""
 
-    def on_train_begin(self, trainer: "Trainer") -> None:
+    def on_train_begin(self, trainer: Session) -> None:
         if trainer.is_main:
             for line in opening(trainer):
                 trainer.say(line)
 
 
-def opening(trainer: "Trainer") -> list[str]:
+def opening(trainer: Session) -> list[str]:
     """The first lines of a run."""
     config, state = trainer.config, trainer.state
     lines = [f"data       {config.data.dataset}"]
     lines += [f"{split:<10} {facts.line(split)}" for split, facts in trainer.data.facts.items()]
     lines += [f"           {note}" for note in trainer.data.notes]
-    parameters = sum(_count(shape) for name, shape in trainer.engine.shapes().items())
+    parameters = sum(_count(shape) for name, shape in trainer.stored.shapes().items())
     lines.append(f"model      {config.model.model}, {parameters / 1e6:.1f} million weights, {config.data.task}")
     strategy = config.parallel.strategy
     how = (
@@ -59,12 +57,12 @@ def _count(shape: tuple[int, ...]) -> int:
 class LogLines(Callback):
     """A line per logged step, with the time left, and one per evaluation, on the main rank: for logs."""
 
-    def on_log(self, trainer: "Trainer", line: dict[str, Any]) -> None:
+    def on_log(self, trainer: Session, line: dict[str, Any]) -> None:
         if trainer.is_main:
             trainer.say(logged_step(trainer, line) if "loss" in line else evaluated(line))
 
 
-def logged_step(trainer: "Trainer", line: dict[str, Any]) -> str:
+def logged_step(trainer: Session, line: dict[str, Any]) -> str:
     """``step 20/144, epoch 0.42, loss 0.6931, lr 5.0e-05, 52 samples/s, 1:23 left``."""
     state = trainer.state
     left = state.seconds / state.step * (state.max_steps - state.step)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,16 +20,14 @@ from course_lib.errors import ConfigError
 from course_lib.metering import rank_clocks, step_trace
 from course_lib.metering.collective_log import Collective, CollectiveLog
 from course_lib.metering.operators import Operator, OperatorCounter
-from course_lib.metering.phases import Phases
 from course_lib.metering.roofline import measure_link, measure_peaks
 from course_lib.metering.step_spans import DeviceEvent, HostEvent, RankEvents, parts
 from course_lib.metering.step_table import RankTable, StepTable, at_tokens, rows_of
+from course_lib.parallel.clock import Phases
 from course_lib.training.callbacks.base import Callback
 from course_lib.training.checkpoints.run_folder import MONITOR
+from course_lib.training.session import Session
 from course_lib.writing import write_bytes, write_text
-
-if TYPE_CHECKING:
-    from course_lib.training.trainer import Trainer
 
 TRACE, TABLE, NUMBERS = "steps.json.gz", "where-the-step-went.md", "where-the-step-went.json"
 PHASE = "phase: "
@@ -83,7 +81,7 @@ class StepProfile(Callback):
         self.table: StepTable | None = None
         self._tokens, self._of_steps = 0, list[int]()
 
-    def on_train_begin(self, trainer: "Trainer") -> None:
+    def on_train_begin(self, trainer: Session) -> None:
         if trainer.device.type not in ("cpu", "cuda"):
             raise ConfigError(
                 f"profile sees no operators on {trainer.device.type}",
@@ -109,7 +107,7 @@ class StepProfile(Callback):
         ids = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
         self._tokens += 0 if ids is None else ids.shape[:2].numel()
 
-    def _count(self, trainer: "Trainer") -> None:
+    def _count(self, trainer: Session) -> None:
         """End the counting of a step, and begin with the next if that is to be counted."""
         if counter := self.phases.counter:
             counter.__exit__(None, None, None)
@@ -119,7 +117,7 @@ class StepProfile(Callback):
             self.phases.counter = OperatorCounter(trainer.model).__enter__()
             self.phases.counter.phase = "between"
 
-    def on_step_end(self, trainer: "Trainer") -> None:
+    def on_step_end(self, trainer: Session) -> None:
         self.steps += 1
         self._of_steps.append(self._tokens)
         self._tokens = 0
@@ -130,7 +128,7 @@ class StepProfile(Callback):
                 trainer.clock.settle()
             self.profile.step()
             if self.steps == first:
-                trainer.engine.barrier()  # starting the profiler takes one rank longer than another
+                trainer.ranks.barrier()  # starting the profiler takes one rank longer than another
                 self.phases.begins, self._flops = [], trainer.state.flops
                 self.log.start()
                 self._listening, self._begun = True, time.perf_counter()
@@ -147,15 +145,15 @@ class StepProfile(Callback):
             self.log.stop()
             self._listening = False
 
-    def _evaluate(self, trainer: "Trainer", window: tuple[float, float]) -> None:
+    def _evaluate(self, trainer: Session, window: tuple[float, float]) -> None:
         """Bring the ranks' events and tables together. A collective call."""
         ping = torch.zeros(1, device=trainer.device)
 
         def all_reduce() -> None:
-            trainer.engine.sum(ping)
+            trainer.ranks.sum(ping)
             trainer.clock.settle()
 
-        stamps = trainer.engine.gather_objects(rank_clocks.exchange(all_reduce)) if trainer.num_processes > 1 else [[]]
+        stamps = trainer.ranks.gather_objects(rank_clocks.exchange(all_reduce)) if trainer.num_processes > 1 else [[]]
         offset = rank_clocks.offsets(stamps)[trainer.rank]
         collectives = self.log.collectives()
         assert self.phases.begins is not None
@@ -177,7 +175,7 @@ class StepProfile(Callback):
             self.peaks,
             *offset,
         )
-        gathered = trainer.engine.gather_objects((events, collectives, offset, own))
+        gathered = trainer.ranks.gather_objects((events, collectives, offset, own))
         last, known = trainer.state.step, trainer.throughput.model is not None
         flops = (trainer.state.flops - self._flops) / self.active if known else None
         self.table = StepTable(
@@ -195,7 +193,7 @@ class StepProfile(Callback):
             write_text(folder / NUMBERS, json.dumps(self.table.as_dict() | {"steps": list(self.table.steps)}, indent=1))
             write_text(folder / TABLE, "# Where the step went, and its bound\n\n" + self.table.markdown() + "\n")
 
-    def on_train_end(self, trainer: "Trainer") -> None:
+    def on_train_end(self, trainer: Session) -> None:
         self._hook.remove()
         if self.phases.counter:
             self.phases.counter.__exit__(None, None, None)

@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from course_lib.config import Config, flatten
 from course_lib.config_sections import service_names
@@ -20,9 +20,7 @@ from course_lib.training.callbacks.histograms import TensorWatch
 from course_lib.training.callbacks.monitoring import from_every_rank
 from course_lib.training.callbacks.predictions import predict
 from course_lib.training.checkpoints import checkpoint
-
-if TYPE_CHECKING:
-    from course_lib.training.trainer import Trainer
+from course_lib.training.session import Session
 
 SYSTEM_STEPS = 10
 """Least optimizer steps between two samples of the ranks' machines: the ranks wait for each other there."""
@@ -57,7 +55,7 @@ class TrackingCallback(Callback):
 
     # --- the run's beginning ---
 
-    def on_train_begin(self, trainer: "Trainer") -> None:
+    def on_train_begin(self, trainer: Session) -> None:
         self.already_raised = sys.exception()  # by code that called us from its own except clause
         if not self.enabled:
             return
@@ -69,10 +67,10 @@ class TrackingCallback(Callback):
         settings = self.config.tracking
         self.watch = TensorWatch(trainer, settings.watch if self.trackers else "none", settings.watch_steps)
 
-    def _tracks(self, trainer: "Trainer") -> bool:
+    def _tracks(self, trainer: Session) -> bool:
         return trainer.is_main or self.config.tracking.track_every_rank
 
-    def _info(self, trainer: "Trainer") -> RunInfo:
+    def _info(self, trainer: Session) -> RunInfo:
         """Rank 0 makes the run's identity, or reads that of the run that is resumed, and the others hear of it."""
         settings, folder = self.config.tracking, self.config.output_dir / FOLDER
         resumes = bool(self.config.output.resume_from_checkpoint)
@@ -83,7 +81,7 @@ class TrackingCallback(Callback):
                 if not resumes:
                     shutil.rmtree(folder, ignore_errors=True)
                 known = identity(folder, name, settings.project, settings.run_group)
-        known = trainer.engine.gather_objects(known)[0]
+        known = trainer.ranks.gather_objects(known)[0]
         step = trainer.state.step if resumes else None
         info = RunInfo(**known, folder=folder, rank=trainer.rank, resumed_at=step)
         if not settings.track_every_rank:
@@ -92,12 +90,12 @@ class TrackingCallback(Callback):
             info, id=f"{info.id}-{trainer.rank}", name=f"{info.name}-rank{trainer.rank}", group=info.group or info.name
         )
 
-    def _start(self, trainer: "Trainer") -> None:
+    def _start(self, trainer: Session) -> None:
         config = flatten(self.config) | {"world_size": trainer.num_processes, "device_type": trainer.device.type}
         if self.config.run.training_type != "basic" and trainer.is_main:
             # Accelerate starts them, on the main rank alone, and hands them what users pass to accelerator.log.
-            trainer.engine.accelerator.log_with = list(self.trackers)  # type: ignore[arg-type]
-            trainer.engine.accelerator.init_trackers(self.config.tracking.project, config)
+            trainer.ranks.accelerator.log_with = list(self.trackers)  # type: ignore[arg-type]
+            trainer.ranks.accelerator.init_trackers(self.config.tracking.project, config)
             return
         for tracker in self.trackers:
             tracker.start()
@@ -105,13 +103,13 @@ class TrackingCallback(Callback):
 
     # --- while it trains ---
 
-    def on_step_end(self, trainer: "Trainer") -> None:
+    def on_step_end(self, trainer: Session) -> None:
         if self.enabled and self.watch.is_due(trainer.state.step):
             collected = self.watch.collect()
             for tracker in self.trackers:
                 tracker.histograms(collected, trainer.state.step)
 
-    def on_log(self, trainer: "Trainer", line: dict[str, Any]) -> None:
+    def on_log(self, trainer: Session, line: dict[str, Any]) -> None:
         if not self.enabled:
             return
         values = {_full_name(name): value for name, value in line.items() if name != "step"}
@@ -121,7 +119,7 @@ class TrackingCallback(Callback):
         for tracker in self.trackers:
             tracker.log(values, trainer.state.step)
 
-    def _system(self, trainer: "Trainer") -> dict[str, float]:
+    def _system(self, trainer: Session) -> dict[str, float]:
         """Every rank's sample, brought together by one sum; only a rank's own where each has a run of its own."""
         own = self.sampler.sample()
         if self.config.tracking.track_every_rank:
@@ -133,7 +131,7 @@ class TrackingCallback(Callback):
             for metric, value in zip(METRICS, row, strict=True)
         }
 
-    def on_train_end(self, trainer: "Trainer") -> None:
+    def on_train_end(self, trainer: Session) -> None:
         if not self.enabled:
             return
         self.watch.close()
@@ -144,7 +142,7 @@ class TrackingCallback(Callback):
     # --- after the training ---
 
     def conclude(
-        self, trainer: "Trainer", scores: Mapping[str, Any], split: str, texts: Sequence[str] | None = None
+        self, trainer: Session, scores: Mapping[str, Any], split: str, texts: Sequence[str] | None = None
     ) -> None:
         """Track the final evaluation and wrong predictions. A collective call.
 
@@ -169,7 +167,7 @@ class TrackingCallback(Callback):
                 )
                 tracker.confusion(f"{split}/confusion_matrix", names, predicted.confusion(len(names)), step)
 
-    def finish(self, trainer: "Trainer", model_dir: Path | None = None) -> None:
+    def finish(self, trainer: Session, model_dir: Path | None = None) -> None:
         """Track the model, and close the run. Called by every rank; none waits for another.
 
         Args:

@@ -2,15 +2,12 @@
 
 import os
 import sys
-from typing import TYPE_CHECKING
 
 from course_lib.config import Config
 from course_lib.hangs.report import HANG_FOLDER
 from course_lib.hangs.watchdog import Watchdog
 from course_lib.training.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from course_lib.training.trainer import Trainer
+from course_lib.training.session import Session
 
 
 class WatchdogCallback(Callback):
@@ -24,11 +21,11 @@ class WatchdogCallback(Callback):
             config.guard.watchdog, config.output_dir / HANG_FOLDER, ends="RANK" in os.environ, holds_sigterm=False
         )  # the trainer saves a checkpoint then
 
-    def on_train_begin(self, trainer: "Trainer") -> None:
+    def on_train_begin(self, trainer: Session) -> None:
         self.watchdog.__enter__()
 
-    def on_step_end(self, trainer: "Trainer") -> None:
+    def on_step_end(self, trainer: Session) -> None:
         self.watchdog.beat(trainer.state.step)
 
-    def on_train_end(self, trainer: "Trainer") -> None:
+    def on_train_end(self, trainer: Session) -> None:
         self.watchdog.__exit__(*sys.exc_info())  # the error that ends the run, where one does

@@ -1,31 +1,25 @@
-"""The tensors of a checkpoint, in either of its forms, for a run of any strategy.
+"""The two forms of a checkpoint's tensors, and what both of their readers look at.
 
-A run that keeps everything on every rank stores ``model.safetensors`` and ``optimizer.safetensors``.
-One that shards stores pieces (see :mod:`sharded`) and ``buffers.safetensors``. Each reads both, so
-that a run may go on with another strategy, engine or number of ranks.
+A run that keeps everything on every rank stores ``model.safetensors`` and ``optimizer.safetensors``. One that shards
+stores shards (see :mod:`course_lib.training.checkpoints.sharded`) and ``buffers.safetensors``. Each reads both
+(:class:`~course_lib.training.checkpoints.stored_state.StoredState`), so that a run may go on with another strategy,
+engine or number of ranks.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from course_lib.errors import CheckpointError
-from course_lib.parallel.sharding import scatter_whole
 from course_lib.training.checkpoints import safetensors_tree, sharded
-
-if TYPE_CHECKING:
-    from course_lib.training.engines.base import Engine
-    from course_lib.training.engines.sharded import ShardedEngine
 
 MODEL, OPTIMIZER, BUFFERS = "model.safetensors", "optimizer.safetensors", "buffers.safetensors"
 
 
 def is_sharded(folder: Path) -> bool:
-    """Whether the checkpoint is in pieces."""
+    """Whether the checkpoint is in shards."""
     return (folder / sharded.SHARDS).is_dir()
 
 
@@ -59,69 +53,6 @@ def check_optimizer(state: dict[str, Any], optimizer: Optimizer, folder: Path) -
 def put_back(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """Give an optimizer its state again, and leave it what the config says: rate, decay, betas and all that."""
     optimizer.load_state_dict({"state": saved["state"], "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def read_into_whole(engine: Engine, folder: Path) -> None:
-    """Fill a model and an optimizer that every rank holds whole, from either form."""
-    model, optimizer, shapes = engine.model, engine.optimizer, engine.shapes()
-    if not is_sharded(folder):
-        engine.load_whole_weights(safetensors_tree.load(folder / MODEL))
-        put_back(optimizer, safetensors_tree.load(folder / OPTIMIZER))
-        return
-    weights = safetensors_tree.load(folder / BUFFERS)
-    weights |= {name: flat.view(shapes[name]) for name, flat in sharded.whole(folder, "model/").items()}
-    model.load_state_dict(weights, strict=False)  # a tied parameter is stored under its first name alone
-    parameters = dict(model.named_parameters())
-    for key, flat in sharded.whole(folder, "optimizer/").items():
-        name, state = key.rsplit("/", 1)
-        parameter = parameters[name]
-        optimizer.state[parameter][state] = (
-            flat.view(()).to(device_of_step(optimizer, parameter))
-            if state == "step"
-            else flat.view(parameter.shape).to(parameter.device)
-        )
-
-
-def write_whole(engine: Engine, folder: Path) -> None:
-    """Store what every rank holds alike; called on the main rank."""
-    if engine.shards_state:
-        safetensors_tree.save(cast("ShardedEngine", engine).buffers(), folder / BUFFERS)
-    else:
-        safetensors_tree.save(engine.stored_weights(), folder / MODEL)
-        safetensors_tree.save(engine.optimizer.state_dict(), folder / OPTIMIZER)
-
-
-def check(engine: Engine, folder: Path) -> None:
-    """Refuse a checkpoint of another model or optimizer before anything is changed."""
-    if is_sharded(folder):
-        return  # its pieces are checked as they are read
-    check_model(safetensors_tree.load(folder / MODEL), engine.shapes(), folder)
-    if not engine.shards_state:
-        check_optimizer(safetensors_tree.load(folder / OPTIMIZER), engine.optimizer, folder)
-
-
-def read(engine: Engine, folder: Path) -> None:
-    """Fill model and optimizer from a checkpoint. A collective call."""
-    if not engine.shards_state:
-        return read_into_whole(engine, folder)
-    read_pieces(cast("ShardedEngine", engine), folder)
-
-
-def read_pieces(engine: ShardedEngine, folder: Path) -> None:
-    """Fill the pieces of an engine that shards its state from either form."""
-    if is_sharded(folder):
-        room = engine.prepare_optimizer_pieces(sharded.sizes(folder, "optimizer/"))
-        engine.load_tensors(
-            {f"model/{name}": piece for name, piece in engine.stored_pieces().items()}
-            | {f"optimizer/{name}": piece for name, piece in room.items()},
-            folder,
-        )
-        engine.load_buffers(safetensors_tree.load(folder / BUFFERS))
-    else:
-        engine.load_whole_weights(safetensors_tree.load(folder / MODEL))
-        whole = engine.own_share(whole_optimizer_state(folder, engine.trained_names))
-        scatter_whole(whole, engine.prepare_optimizer_pieces({key: v.numel() for key, v in whole.items()}))
-    engine.refresh()
 
 
 def device_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> torch.device:

@@ -1,6 +1,4 @@
-"""What a checkpoint holds, and how a trainer goes on from one, to the bit on a CPU."""
-
-from __future__ import annotations
+"""What a checkpoint holds, and how a session goes on from one, to the bit on a CPU."""
 
 import contextlib
 import dataclasses
@@ -9,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,39 +16,38 @@ from course_lib.config_sections.resumed import KEEPS_RANK_STATE
 from course_lib.errors import CheckpointError
 from course_lib.launching.rank_process import is_consequence
 from course_lib.system.seeding import rng_state, seed_everything, set_rng_state
-from course_lib.training.checkpoints import checkpoint, formats, manifest, safetensors_tree, second_start
+from course_lib.training.checkpoints import checkpoint, manifest, safetensors_tree, second_start
+from course_lib.training.session import Session
 from course_lib.training.state import TrainState
 from course_lib.writing import write_text
 
-if TYPE_CHECKING:
-    from course_lib.training.trainer import Trainer
 
-
-def write_files(trainer: Trainer, folder: Path) -> None:
+def write_files(session: Session, folder: Path) -> None:
     """Write this rank's share of a checkpoint but for sharded tensors: random streams everywhere, the rest once."""
-    if trainer.engine.place.tp == 0:  # ranks that share layers draw alike
-        safetensors_tree.save(rng_state(trainer.device), folder / f"random-{trainer.engine.random_stream}.safetensors")
-    if own := trainer.engine.rank_state():
-        safetensors_tree.save(own, folder / f"rank-{trainer.rank}.safetensors")
-    with trainer.engine.agreed():
-        if trainer.is_main:
-            formats.write_whole(trainer.engine, folder)
-    if not trainer.is_main:
+    if session.ranks.place.tp == 0:  # ranks that share layers draw alike
+        safetensors_tree.save(rng_state(session.device), folder / f"random-{session.ranks.random_stream}.safetensors")
+    if own := session.stored.rank_state():
+        safetensors_tree.save(own, folder / f"rank-{session.rank}.safetensors")
+    with session.stored.agreed():
+        if session.is_main:
+            session.stored.write(folder)
+    if not session.is_main:
         return
-    if trainer.config.run.keep_best and trainer.state.best_step is not None:
-        share(trainer.best_file, folder / trainer.best_file.name)
+    if session.config.run.keep_best and session.state.best_step is not None:
+        share(session.best_file, folder / session.best_file.name)
     safetensors_tree.save(
-        {"scheduler": trainer.scheduler.state_dict(), "engine": trainer.engine.state()}, folder / "engine.safetensors"
+        {"scheduler": session.scheduler.state_dict(), "engine": session.stored.extra_state()},
+        folder / "engine.safetensors",
     )
     progress = {
-        "state": trainer.state.as_dict(),
-        "run": second_start.identity(trainer),
-        "engine": trainer.engine.name,
-        "ranks": of_ranks(trainer),
-        "changes": trainer.changes,
+        "state": session.state.as_dict(),
+        "run": second_start.identity(session),
+        "engine": session.engine.name,
+        "ranks": of_ranks(session),
+        "changes": session.changes,
     }
     write_text(folder / "state.json", json.dumps(progress, indent=1))
-    write_text(folder / "config.yaml", to_yaml(trainer.config))
+    write_text(folder / "config.yaml", to_yaml(session.config))
 
 
 def share(source: Path, target: Path) -> None:
@@ -65,21 +62,21 @@ def share(source: Path, target: Path) -> None:
     beside.unlink(missing_ok=True)  # renaming one name of a file to another of its names does nothing
 
 
-def of_ranks(trainer: Trainer) -> dict[str, Any]:
+def of_ranks(session: Session) -> dict[str, Any]:
     """What has to be the same for a rank to go on with what it alone had."""
     communication = {
         name: value
-        for name, value in dataclasses.asdict(trainer.config.communication).items()
+        for name, value in dataclasses.asdict(session.config.communication).items()
         if name not in KEEPS_RANK_STATE
     }
     return {
-        "num_processes": trainer.num_processes,
-        "bucket_bytes": trainer.config.parallel.bucket_bytes,
+        "num_processes": session.num_processes,
+        "bucket_bytes": session.config.parallel.bucket_bytes,
         **communication,
     }
 
 
-def find(trainer: Trainer) -> Path | None:
+def find(session: Session) -> Path | None:
     """The checkpoint that the config names, of the same contents on every rank; None for a run that begins anew.
 
     Machines without a shared disk have it each in a folder of their own.
@@ -87,27 +84,27 @@ def find(trainer: Trainer) -> Path | None:
     Raises:
         CheckpointError: it is not whole on every rank, or the ranks see different ones.
     """
-    asked = trainer.config.output.resume_from_checkpoint or ""
-    if trainer.is_main:
-        with checkpoint.saving(f"what a killed run left in {trainer.output_dir}"):
-            checkpoint.tidy(trainer.output_dir)
-    trainer.engine.barrier()
+    asked = session.config.output.resume_from_checkpoint or ""
+    if session.is_main:
+        with checkpoint.saving(f"what a killed run left in {session.output_dir}"):
+            checkpoint.tidy(session.output_dir)
+    session.ranks.barrier()
     folder = Path(asked).expanduser()
     mine: tuple[str, str] | CheckpointError
     try:
         if asked in ("latest", "auto"):
-            folder = checkpoint.latest(trainer.output_dir, trainer.say)
+            folder = checkpoint.latest(session.output_dir, session.say)
         else:
             manifest.verify(folder)
         mine = str(folder), manifest.sum_of(folder)
     except CheckpointError as error:
         mine = error
-    known = trainer.engine.gather_objects(mine)
+    known = session.ranks.gather_objects(mine)
     failed = [rank for rank, one in enumerate(known) if isinstance(one, CheckpointError)]
     if len(failed) == len(known):
         if asked != "auto":
             raise known[0]
-        trainer.say(f"{known[0].what}: beginning anew")
+        session.say(f"{known[0].what}: beginning anew")
         return None
     if failed:
         raise CheckpointError(
@@ -123,19 +120,19 @@ def find(trainer: Trainer) -> Path | None:
     return folder
 
 
-def resume(trainer: Trainer) -> None:
-    """Put a trainer where the checkpoint that its config names stood.
+def resume(session: Session) -> None:
+    """Put a session where the checkpoint that its config names stood.
 
     Raises:
         CheckpointError: no whole checkpoint, or one of another model, data set or global batch.
     """
-    folder = find(trainer)
+    folder = find(session)
     if folder is None:
         return
     with _contents_of(folder):
-        with_changes = _go_on_from(trainer, folder)
-    trainer.engine.barrier()
-    trainer.say(f"resumed from {folder} (step {trainer.state.step} of {trainer.state.max_steps}){with_changes}")
+        with_changes = _go_on_from(session, folder)
+    session.ranks.barrier()
+    session.say(f"resumed from {folder} (step {session.state.step} of {session.state.max_steps}){with_changes}")
 
 
 @contextlib.contextmanager
@@ -154,81 +151,81 @@ def _contents_of(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _count_again(trainer: Trainer) -> None:
+def _count_again(session: Session) -> None:
     """Tokens and FLOPs of the steps done, for a checkpoint of a version that counted rows alone."""
-    state, counted = trainer.state, TrainState()
+    state, counted = session.state, TrainState()
     for epoch in range(state.epoch + 1):
-        batches = trainer.sampler.global_batches(epoch)
+        batches = session.sampler.global_batches(epoch)
         for step in range(state.step_in_epoch if epoch == state.epoch else len(batches)):
-            trainer.throughput.count(counted, batches[step])
+            session.throughput.count(counted, batches[step])
     state.tokens, state.flops = counted.tokens, counted.flops
 
 
-def _go_on_from(trainer: Trainer, folder: Path) -> str:
+def _go_on_from(session: Session, folder: Path) -> str:
     """Read a checkpoint; gives what the run was told other than the one that saved it."""
     saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    changes = second_start.compare(trainer, folder, saved)
-    formats.check(trainer.engine, folder)
-    formats.read(trainer.engine, folder)
-    read_own(trainer, folder, saved.get("ranks"))
-    read_engine(trainer, folder, saved["engine"])
-    planned = {"max_steps": trainer.state.max_steps, "steps_per_epoch": trainer.state.steps_per_epoch, "stop": False}
+    changes = second_start.compare(session, folder, saved)
+    session.stored.check(folder)
+    session.stored.read(folder)
+    read_own(session, folder, saved.get("ranks"))
+    read_engine(session, folder, saved["engine"])
+    planned = {"max_steps": session.state.max_steps, "steps_per_epoch": session.state.steps_per_epoch, "stop": False}
     known = {f.name for f in dataclasses.fields(TrainState)}
-    trainer.state = TrainState(**{k: v for k, v in saved["state"].items() if k in known} | planned)
+    session.state = TrainState(**{k: v for k, v in saved["state"].items() if k in known} | planned)
     if "tokens" not in saved["state"]:
-        _count_again(trainer)
-    if trainer.state.stream is not None:
-        trainer.state.epoch, trainer.state.step_in_epoch = 0, trainer.state.step
-    elif trainer.state.step_in_epoch == trainer.state.steps_per_epoch:
-        trainer.state.epoch, trainer.state.step_in_epoch = trainer.state.epoch + 1, 0
-    second_start.forget_best(trainer, folder, changes)
-    read_best(trainer, folder)
-    random = folder / f"random-{trainer.engine.random_stream}.safetensors"
+        _count_again(session)
+    if session.state.stream is not None:
+        session.state.epoch, session.state.step_in_epoch = 0, session.state.step
+    elif session.state.step_in_epoch == session.state.steps_per_epoch:
+        session.state.epoch, session.state.step_in_epoch = session.state.epoch + 1, 0
+    second_start.forget_best(session, folder, changes)
+    read_best(session, folder)
+    random = folder / f"random-{session.ranks.random_stream}.safetensors"
     if random.exists():
-        set_rng_state(safetensors_tree.load(random), trainer.device)
+        set_rng_state(safetensors_tree.load(random), session.device)
     else:
         # More ranks than saved it: a stream of its own, other than the one this rank began with.
-        seed_everything(trainer.config.run.seed + trainer.state.step, trainer.engine.random_stream)
-    return second_start.record(trainer, saved, changes)
+        seed_everything(session.config.run.seed + session.state.step, session.ranks.random_stream)
+    return second_start.record(session, saved, changes)
 
 
-def read_engine(trainer: Trainer, folder: Path, saved_by: str) -> None:
+def read_engine(session: Session, folder: Path, saved_by: str) -> None:
     """Put the schedule where it stood, by this run's plan and peak rates, and the engine's own state back."""
-    engine, scheduler = safetensors_tree.load(folder / "engine.safetensors"), trainer.scheduler
+    engine, scheduler = safetensors_tree.load(folder / "engine.safetensors"), session.scheduler
     scheduler.last_epoch, scheduler._step_count = (engine["scheduler"][name] for name in ("last_epoch", "_step_count"))
     rates = [
         base * factor(scheduler.last_epoch)
         for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
     ]
     scheduler._last_lr = rates
-    for group, rate in zip(trainer.optimizer.param_groups, rates, strict=True):
+    for group, rate in zip(session.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    if saved_by == trainer.engine.name:
-        trainer.engine.load_state(engine["engine"])
+    if saved_by == session.engine.name:
+        session.stored.load_extra_state(engine["engine"])
 
 
-def read_own(trainer: Trainer, folder: Path, ranks: dict[str, Any] | None) -> None:
+def read_own(session: Session, folder: Path, ranks: dict[str, Any] | None) -> None:
     """Put back what this rank alone had, where as many ranks go on as saved it, with the same communication."""
-    kept = folder / f"rank-{trainer.rank}.safetensors"
-    own = of_ranks(trainer)
+    kept = folder / f"rank-{session.rank}.safetensors"
+    own = of_ranks(session)
     if kept.exists() and ranks and {name: ranks.get(name) for name in own} == own:
-        return trainer.engine.load_rank_state(safetensors_tree.load(kept))
+        return session.stored.load_rank_state(safetensors_tree.load(kept))
     if any(folder.glob("rank-*.safetensors")):
-        trainer.say(
+        session.say(
             f"{folder} was saved by other ranks or with another communication: what each of them alone had is "
             "left out, and all begin with the weights that they agreed on"
         )
-    trainer.engine.load_rank_state({})
+    session.stored.load_rank_state({})
 
 
-def read_best(trainer: Trainer, folder: Path) -> None:
+def read_best(session: Session, folder: Path) -> None:
     """Put the weights of the best evaluation back, as they were then; without them the search begins anew."""
-    state, kept = trainer.state, folder / trainer.best_file.name
-    if not trainer.config.run.keep_best or state.best_step is None:
+    state, kept = session.state, folder / session.best_file.name
+    if not session.config.run.keep_best or state.best_step is None:
         return
     if not kept.exists():
-        trainer.say(f"{folder} holds no weights of the best evaluation (step {state.best_step}): it does not count")
+        session.say(f"{folder} holds no weights of the best evaluation (step {state.best_step}): it does not count")
         state.forget_best()
-    elif trainer.is_main:
-        with checkpoint.saving(str(trainer.best_file)):
-            share(kept, trainer.best_file)
+    elif session.is_main:
+        with checkpoint.saving(str(session.best_file)):
+            share(kept, session.best_file)

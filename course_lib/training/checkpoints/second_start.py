@@ -1,11 +1,9 @@
 """What a run that goes on was told other than the run that saved its checkpoint: refused, or said and recorded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -15,9 +13,7 @@ from course_lib.config_sections.resumed import BATCH, JUDGING, LOOKED, Change, a
 from course_lib.errors import CheckpointError
 from course_lib.modeling.loading import ATTENTION_DROPOUT
 from course_lib.training.checkpoints.run_folder import CONFIG
-
-if TYPE_CHECKING:
-    from course_lib.training.trainer import Trainer
+from course_lib.training.session import Session
 
 NO_ARCHITECTURE = (
     "_name_or_path",
@@ -48,36 +44,36 @@ def architecture(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: value for name, value in held.items() if name not in NO_ARCHITECTURE}
 
 
-def identity(trainer: Trainer) -> dict[str, Any]:
+def identity(session: Session) -> dict[str, Any]:
     """What has to be the same for a data position to mean the same rows, and the weights the same model."""
     return {
-        "data": trainer.data.fingerprint,
-        "global_batch_size": trainer.sampler.global_batch_size,
-        "architecture": trainer.architecture,
-        "base": trainer.base,
+        "data": session.data.fingerprint,
+        "global_batch_size": session.sampler.global_batch_size,
+        "architecture": session.architecture,
+        "base": session.base,
     }
 
 
-def compare(trainer: Trainer, folder: Path, saved: Mapping[str, Any]) -> dict[str, Change]:
+def compare(session: Session, folder: Path, saved: Mapping[str, Any]) -> dict[str, Change]:
     """The options whose values are others than those that the checkpoint was saved under.
 
     Args:
-        trainer: has been made for the new config.
+        session: has been made for the new config.
         folder: the checkpoint.
         saved: its ``state.json``.
     Raises:
         CheckpointError: the run cannot go on with some of them.
     """
-    before, now = read_saved(folder / CONFIG), flatten(trainer.config)
+    before, now = read_saved(folder / CONFIG), flatten(session.config)
     if ranks := saved.get("ranks"):  # older versions did not count them
-        before["num_processes"], now["num_processes"] = ranks["num_processes"], trainer.num_processes
+        before["num_processes"], now["num_processes"] = ranks["num_processes"], session.num_processes
     changes = changed(before, now)
-    run, own = saved["run"], identity(trainer)
+    run, own = saved["run"], identity(session)
     same_rows, same_batch = (run[name] == own[name] for name in ("data", "global_batch_size"))
     rows = Change(run["global_batch_size"], own["global_batch_size"])
     others = refused(changes, same_rows=same_rows, same_batch=same_batch)
     if others or not same_batch:
-        cure = _cure(trainer.config, others, rows)
+        cure = _cure(session.config, others, rows)
         given = " ".join(f"--{name} {value}" for name, value in cure.items())
         raise _cannot(
             others if same_batch else others | {"global_batch_size": rows},
@@ -87,7 +83,7 @@ def compare(trainer: Trainer, folder: Path, saved: Mapping[str, Any]) -> dict[st
         )
     if not same_rows:
         raise CheckpointError(
-            f"the tokens of {trainer.config.data.dataset} are not those that checkpoint {folder} was "
+            f"the tokens of {session.config.data.dataset} are not those that checkpoint {folder} was "
             "trained on, though every option is the same",
             f"put the data back as they were, {ANEW}",
         )
@@ -96,10 +92,10 @@ def compare(trainer: Trainer, folder: Path, saved: Mapping[str, Any]) -> dict[st
             raise _cannot({f"a model of {name}": Change(value, here)}, folder, "give the --model it was trained from")
     if run.get("base") != own["base"]:
         raise CheckpointError(
-            f"checkpoint {folder} holds adapters for other frozen weights than those of {trainer.config.model.model}",
+            f"checkpoint {folder} holds adapters for other frozen weights than those of {session.config.model.model}",
             f"give the --model it was trained from, {ANEW}",
         )
-    if (step := saved["state"]["step"]) > (end := trainer.state.max_steps):
+    if (step := saved["state"]["step"]) > (end := session.state.max_steps):
         raise CheckpointError(
             f"checkpoint {folder} is of step {step}, and this run ends after {end}",
             "give a larger --max_steps or --num_epochs, or go on from an earlier checkpoint",
@@ -136,26 +132,26 @@ def _cannot(
     )
 
 
-def record(trainer: Trainer, saved: Mapping[str, Any], changes: Mapping[str, Change]) -> str:
+def record(session: Session, saved: Mapping[str, Any], changes: Mapping[str, Change]) -> str:
     """Carry the run's history on; gives the end of the line that says that the run was resumed.
 
     Args:
-        trainer: stands where the checkpoint stood.
+        session: stands where the checkpoint stood.
         saved: the checkpoint's ``state.json``; older versions kept no history.
         changes: see :func:`compare`.
     """
-    trainer.changes = list(saved.get("changes", []))
+    session.changes = list(saved.get("changes", []))
     if bearing := {name: list(change) for name, change in changes.items() if name not in LOOKED.fields}:
-        trainer.changes.append({"step": trainer.state.step, "changed": bearing})
+        session.changes.append({"step": session.state.step, "changed": bearing})
     weights = "; the weights are the checkpoint's, not those of that model" if "model" in changes else ""
     return f" with {told(changes)}{weights}" if changes else ""
 
 
-def forget_best(trainer: Trainer, folder: Path, changes: Mapping[str, Change]) -> None:
+def forget_best(session: Session, folder: Path, changes: Mapping[str, Change]) -> None:
     """Begin the search for the best evaluation anew where the one that was kept was judged otherwise."""
-    state, judged = trainer.state, among(changes, JUDGING)
+    state, judged = session.state, among(changes, JUDGING)
     if judged and state.best_step is not None:
-        trainer.say(
+        session.say(
             f"{folder}: its best evaluation (step {state.best_step}) was judged with {_were(judged)}: it does not count"
         )
         state.forget_best()

@@ -1,21 +1,21 @@
-"""What stands between the trainer's loop and the ranks: one class per way to train.
+"""Engines: one class per way to train.
 
 The trainer counts the targets, computes the losses and moves the learning rate. The engine wraps the model and the
-optimizer, carries the gradients, clips, updates, and says which piece of every tensor lies on this rank, so that a
-checkpoint can be written and read by any number of ranks.
+optimizer, carries the gradients, clips and updates. Its ``ranks`` talk to each other; its ``stored`` says which piece
+of every tensor lies on this rank, so that a checkpoint can be written and read by any number of ranks.
 """
 
 from course_lib.config import Config
 from course_lib.config_sections.communication import LOCAL
-from course_lib.training.engines.base import Engine
+from course_lib.training.engines.base import StepEngine
 
 
-def build_engine(config: Config) -> Engine:
-    """The engine that a config names; what it cannot do here it refuses when it connects."""
-    return engine_class(config)(config)
+def build_engine(config: Config) -> StepEngine:
+    """The engine that a config names, its ranks joined; what it cannot do here it refuses."""
+    return engine_class(config).start(config)
 
 
-def engine_class(config: Config) -> type[Engine]:
+def engine_class(config: Config) -> type[StepEngine]:
     """The class of the engine that a config names, its module imported."""
     strategy, engine = config.parallel.strategy, config.parallel.chosen_engine
     # Each module is imported where it is used: DeepSpeed alone takes seconds.
@@ -50,11 +50,11 @@ def engine_class(config: Config) -> type[Engine]:
     return AccelerateDDP
 
 
-def _from_scratch(config: Config) -> type[Engine]:
+def _from_scratch(config: Config) -> type[StepEngine]:
     if config.communication.communication == "all_reduce":
-        from course_lib.training.engines.from_scratch import Scratch
+        from course_lib.training.engines import from_scratch
 
-        return Scratch
+        return from_scratch.BY_STRATEGY[config.parallel.strategy]
     from course_lib.training.engines.less_communication import Compressing, Local
 
     return Local if config.communication.communication in LOCAL else Compressing

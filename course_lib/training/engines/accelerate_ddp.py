@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from course_lib.config import Config
-from course_lib.training.engines.base import Engine
+from course_lib.training.engines.base import StepEngine
 from course_lib.training.overflow import OverflowWatch
 from course_lib.training.unwrapping import take_back_forward
 
@@ -25,19 +25,20 @@ def ddp_options(config: Config) -> DistributedDataParallelKwargs:
     return options
 
 
-class AccelerateDDP(Engine):
+class AccelerateDDP(StepEngine):
     """``--strategy ddp --engine torch``, also on one process and on one GPU."""
 
     by_ddp = True
 
-    def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
-        return {"kwargs_handlers": [ddp_options(self.config)]}
+    @classmethod
+    def plugins(cls, config: Config, device: torch.device, precision: str) -> dict[str, Any]:
+        return {"kwargs_handlers": [ddp_options(config)]}
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.accelerator = self.ranks.accelerator
         self.accelerator.ddp_handler.find_unused_parameters = self.finds_unused
         self.wrapped, self.scaled_optimizer = self.accelerator.prepare(model, optimizer)
-        self.overflow = OverflowWatch()
+        self.stored.scaler, self.overflow = self.accelerator.scaler, OverflowWatch()
         take_back_forward(model)
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
@@ -45,7 +46,7 @@ class AccelerateDDP(Engine):
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         # DDP takes the mean over the ranks; the loss is already a share of their sum.
-        self.accelerator.backward(loss * self.num_processes)
+        self.accelerator.backward(loss * self.ranks.num_processes)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         return self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)
@@ -64,11 +65,3 @@ class AccelerateDDP(Engine):
     @property
     def knows_at_once(self) -> bool:  # type: ignore[override]
         return self.accelerator.scaler is None
-
-    def state(self) -> dict[str, Any]:
-        scaler = self.accelerator.scaler
-        return {"scaler": scaler.state_dict() if scaler else {}}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        if self.accelerator.scaler and state["scaler"]:  # a run in another precision had none
-            self.accelerator.scaler.load_state_dict(state["scaler"])

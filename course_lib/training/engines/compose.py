@@ -6,7 +6,7 @@ from torch import nn
 
 from course_lib.modeling.lora import frozen_names
 from course_lib.training.compiling import compile_blocks
-from course_lib.training.engines.base import Engine
+from course_lib.training.engines.base import StepEngine
 from course_lib.training.optimization import make_optimizer
 from course_lib.training.precision import DTYPES
 
@@ -28,7 +28,9 @@ def keep_low(model: nn.Module, precision: str) -> frozenset[str]:
     return frozen
 
 
-def compose(engine: Engine, whole: nn.Module, before_wrapping: Callable[[], None]) -> None:
+def compose(
+    engine: StepEngine, whole: nn.Module, before_wrapping: Callable[[], None] = lambda: None, *, trains: bool = True
+) -> None:
     """Give a rank its share of a model, ready to train: ``engine.model``, ``engine.wrapped`` and ``engine.optimizer``.
 
     Each step changes what the next one has to see; an axis of one rank changes nothing. Activation checkpointing has
@@ -40,17 +42,18 @@ def compose(engine: Engine, whole: nn.Module, before_wrapping: Callable[[], None
         engine: has joined its ranks.
         whole: the same on all ranks, on the CPU; changed in place.
         before_wrapping: called when the rank has its share of the parameters, and no collective depends on them yet.
+        trains: False: the model is only evaluated, and there is no optimizer.
     Raises:
         ConfigError: the model cannot be laid out so.
         ModelError: there is no plan for its layers, or it has no blocks.
     """
     config = engine.config
-    engine.frozen = keep_low(whole, engine.precision)
+    engine.stored = engine.stored_class(engine.ranks, whole, keep_low(whole, engine.precision))
     # Tensor parallelism replaces the parameters themselves, by pieces. Whoever keeps a list of parameters comes later;
     # and while the model is still in one, an embedding that is the head too is split once, and stays one weight.
     engine.split_layers(whole)
     # A pipeline keeps some blocks of a rank's pieces. From here on nothing needs the whole, and the rest may go.
-    engine.model = engine.take_part(whole).to(engine.device)
+    engine.model = engine.stored.model = engine.take_part(whole).to(engine.device)
     before_wrapping()
     engine.examine(engine.model)
     # Context parallelism replaces attention, and no parameter. Whole rows, as those before this line, it does not take.
@@ -58,8 +61,12 @@ def compose(engine: Engine, whole: nn.Module, before_wrapping: Callable[[], None
     # Compiled are the blocks alone, before hooks of data parallelism are around them: a graph would break at each.
     if config.model.torch_compile:
         compile_blocks(engine.model, dynamic=None if config.data.has_one_length else True)
+    if not trains:
+        return engine.score_with(engine.model)
     # The optimizer is made over what is left on this rank, and data parallelism repoints it to its shards of that.
-    optimizer = make_optimizer(engine.model, config.optim)
+    engine.optimizer = make_optimizer(engine.model, config.optim)
+    engine.stored.remember_order(engine.optimizer)
     # Data parallelism is outermost: it sums gradients over ranks that hold the same pieces, and hides that behind a
     # backward whose inner exchanges nothing can hide.
-    engine.wrap(engine.model, optimizer)
+    engine.wrap(engine.model, engine.optimizer)
+    engine.stored.take(engine.model, engine.wrapped, engine.optimizer)

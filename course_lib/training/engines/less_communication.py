@@ -19,68 +19,45 @@ from course_lib.parallel.communication.power_sgd import PowerSGD
 from course_lib.parallel.communication.quantized_all_reduce import QuantizedAllReduce
 from course_lib.parallel.communication.top_k import TopK
 from course_lib.training.checkpoints.formats import put_back
-from course_lib.training.engines.from_scratch import Scratch
+from course_lib.training.checkpoints.stored_state import StoredState
+from course_lib.training.engines.from_scratch import ScratchDDP
+from course_lib.training.ranks import Ranks
 
 
-class Compressing(Scratch):
-    """A gradient of fewer bytes each step; what a hook remembers is saved for every rank."""
+class CompressingState(StoredState):
+    """Whole state, and of each rank what its hook remembers."""
 
-    def __init__(self, config: Config):
-        super().__init__(config)
-        self.hook = make_hook(config.communication)
+    hook: Any
 
     def rank_state(self) -> dict[str, Any]:
         return {"hook": self.hook.state_dict()} if isinstance(self.hook, StatefulHook) else {}
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         if isinstance(self.hook, StatefulHook) and state:
-            self.hook.load_state_dict({name: each.to(self.device) for name, each in state["hook"].items()})
+            self.hook.load_state_dict({name: each.to(self.ranks.device) for name, each in state["hook"].items()})
+
+
+class Compressing(ScratchDDP):
+    """A gradient of fewer bytes each step; what a hook remembers is saved for every rank."""
+
+    stored_class = CompressingState
+
+    def __init__(self, config: Config, ranks: Ranks):
+        super().__init__(config, ranks)
+        self.hook = make_hook(config.communication)
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
+        super().wrap(model, optimizer)
+        self.stored.hook = self.hook
 
     def describe(self) -> Mapping[str, Any]:
         return {**super().describe(), "communication": self.config.communication.communication}
 
 
-class Local(Scratch):
-    """Ranks that train by themselves between two agreements: weights and optimizer states are different on each."""
+class LocalState(StoredState):
+    """The weights that all agreed on, and of each rank its own."""
 
-    trains_apart = True
     wrapped: LocalTraining
-
-    @property
-    def by_ddp(self) -> bool:  # type: ignore[override]
-        return False
-
-    def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.remember_order()
-        how = self.config.communication
-        if how.communication == "local_sgd":
-            self.wrapped = LocalSGD(model, sync_every=how.sync_every, group=None)
-        else:
-            self.wrapped = DiLoCo(
-                model,
-                strided_fragments(model, how.diloco_fragments),
-                sync_every=how.sync_every,
-                outer_lr=how.outer_lr,
-                outer_momentum=how.outer_momentum,
-                overlap=how.diloco_overlap,
-                keep=how.diloco_keep,
-                group=None,
-                sum_over_ranks=plain_sum,
-            )
-
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Each rank clips by its own gradient's norm; gives the root mean square of all, the same on each."""
-        square = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm).square()
-        dist.all_reduce(square)  # four bytes: were one rank's not finite, all have to stop
-        return (square / self.num_processes).sqrt()
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.wrapped.after_step()
 
     def agreed(self) -> AbstractContextManager[None]:
         return self.wrapped.agreed()
@@ -105,7 +82,47 @@ class Local(Scratch):
             return self.wrapped.adopt()
         self.model.load_state_dict(state["model"])
         put_back(self.optimizer, state["optimizer"])
-        self.wrapped.load_state_dict_of_rank({name: each.to(self.device) for name, each in state["local"].items()})
+        device = self.ranks.device
+        self.wrapped.load_state_dict_of_rank({name: each.to(device) for name, each in state["local"].items()})
+
+
+class Local(ScratchDDP):
+    """Ranks that train by themselves between two agreements: weights and optimizer states are different on each."""
+
+    stored_class = LocalState
+    trains_apart = True
+    by_ddp = False
+    wrapped: LocalTraining
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
+        how = self.config.communication
+        if how.communication == "local_sgd":
+            self.wrapped = LocalSGD(model, sync_every=how.sync_every, group=None)
+        else:
+            self.wrapped = DiLoCo(
+                model,
+                strided_fragments(model, how.diloco_fragments),
+                sync_every=how.sync_every,
+                outer_lr=how.outer_lr,
+                outer_momentum=how.outer_momentum,
+                overlap=how.diloco_overlap,
+                keep=how.diloco_keep,
+                group=None,
+                sum_over_ranks=plain_sum,
+            )
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Each rank clips by its own gradient's norm; gives the root mean square of all, the same on each."""
+        square = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm).square()
+        dist.all_reduce(square)  # four bytes: were one rank's not finite, all have to stop
+        return (square / self.ranks.num_processes).sqrt()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.wrapped.after_step()
 
     def describe(self) -> Mapping[str, Any]:
         return {**super().describe(), "communication": self.config.communication.communication}

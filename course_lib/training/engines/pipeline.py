@@ -12,8 +12,9 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from course_lib.data.collating import model_inputs, unpadded_rows
+from course_lib.config import Config
 from course_lib.errors import ConfigError
+from course_lib.modeling.inputs import model_inputs, unpadded_rows
 from course_lib.modeling.stages import Split, cut, parse_spec, shared_weights, split_at, split_evenly
 from course_lib.parallel.ddp import average_gradients
 from course_lib.parallel.pipeline.actions import I, Schedule
@@ -27,11 +28,13 @@ from course_lib.parallel.topology import RankGrid
 from course_lib.parallel.torch_engines.pipeline import TorchPipeline
 from course_lib.parallel.tp_collectives import SEQUENCE, gather, scatter
 from course_lib.parallel.zero import Zero1
-from course_lib.training.engines.sharded import ShardedEngine, gradients_of, without_weights
+from course_lib.training.checkpoints.sharded_state import ShardedState
+from course_lib.training.engines.sharded import ShardedEngine, gradients_of
 from course_lib.training.evaluation import scores_of_rows
 from course_lib.training.loss import summed_loss
 from course_lib.training.optimization import parameter_groups
 from course_lib.training.precision import autocast
+from course_lib.training.ranks import Ranks
 
 
 def _for_stages(batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -60,6 +63,66 @@ class _InPrecision(nn.Module):
             return self.stage(*received, **batch)
 
 
+class StagesState(ShardedState):
+    """State of the stages of this rank: their parameters whole, or shards of them, and empty pieces of the others'.
+
+    Attributes:
+        all_shapes: of all parameters of the model, by name.
+        copies: names of this rank's copies of tied weights that an earlier rank stores.
+        zero: shards the optimizer over the copies of a stage; None: each has all of it.
+    """
+
+    copies: set[str]
+    zero: Zero1 | None
+
+    def remember_whole(self, model: nn.Module) -> None:
+        """Take note of all parameters, before the other ranks' are cut off."""
+        self.trained_names = [self.names[p] for group in parameter_groups(model, 0.0) for p in group["params"]]
+        self.all_shapes = {name: parameter.shape for parameter, name in self.names.items()}
+
+    def remember_order(self, optimizer: Optimizer) -> None:
+        pass  # it is that of the whole model
+
+    def pieces(self) -> dict[str, Shard]:
+        """A piece of every parameter of the model: whole for this rank's stages, empty for the others'."""
+        device = self.ranks.device
+        local = (
+            self.zero.pieces()
+            if self.zero
+            else {name: Shard(p.shape, 0, p.detach().view(-1)) for name, p in self.model.named_parameters()}
+        )
+        pieces = {name: Shard(shape, 0, torch.empty(0, device=device)) for name, shape in self.all_shapes.items()}
+        return pieces | {self.names[self.model.get_parameter(name)]: piece for name, piece in local.items()}
+
+    def parameters(self) -> dict[str, Tensor]:
+        return {self.names[parameter]: parameter for parameter in self.model.parameters()}
+
+    def stored(self, pieces: Mapping[str, Shard], keep_shape: bool = False) -> dict[str, Shard]:
+        """Of some pieces, by ``name`` or ``name/state``, those that this rank stores: every element has one owner.
+
+        With ``keep_shape``, an empty piece stands for each of the others.
+        """
+        elsewhere = set(self.all_shapes) if not self.zero and self.ranks.place.dp > 0 else self.copies
+        kept = {}
+        for key, piece in pieces.items():
+            if key not in elsewhere and key.rpartition("/")[0] not in elsewhere:
+                kept[key] = piece
+            elif keep_shape:
+                kept[key] = Shard(piece.shape, 0, piece.data[:0])
+        return kept
+
+    def whole_weights(self) -> dict[str, Tensor]:
+        self.refresh()
+        return super().whole_weights()
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {}
+
+    def refresh(self) -> None:
+        if self.zero:
+            self.zero.refresh()
+
+
 class PipelineEngine(ShardedEngine):
     """D pipelines of P ranks; gradients of a stage are reduced over its D copies, whose ranks may share its optimizer
     state (ZeRO-1).
@@ -69,22 +132,21 @@ class PipelineEngine(ShardedEngine):
     global batch.
 
     Attributes:
-        grid: the ranks as (dp, pp).
-        place: this rank's place in it.
         schedule: the table that every pipeline runs.
         split: where the model is cut.
         stages: of this rank, by number.
     """
 
+    stored_class = StagesState
     has_schedule = True
 
-    def connect(self) -> None:
-        super().connect()
-        pipeline = self.config.pipeline
-        self.schedule = self._schedule(pipeline.pipeline_chunks or min(2 * self.grid.pp, self.config.run.batch_size))
+    def __init__(self, config: Config, ranks: Ranks):
+        super().__init__(config, ranks)
+        self.schedule = self._schedule(config.pipeline.pipeline_chunks or min(2 * ranks.grid.pp, config.run.batch_size))
 
-    def make_grid(self) -> RankGrid:
-        pipeline, ranks, tensor = self.config.pipeline, self.num_processes, self.config.parallel.tensor_parallel_size
+    @classmethod
+    def make_grid(cls, config: Config, processes: int) -> RankGrid:
+        pipeline, ranks, tensor = config.pipeline, processes, config.parallel.tensor_parallel_size
         if ranks < 2:
             raise ConfigError("a pipeline needs several processes, and there is one", "use --num_processes 2 or more")
         data, stages = pipeline.data_parallel_size, pipeline.pipeline_parallel_size
@@ -101,7 +163,7 @@ class PipelineEngine(ShardedEngine):
 
     def _schedule(self, microbatches: int) -> Schedule:
         pipeline = self.config.pipeline
-        schedule = uniform(pipeline.schedule, self.grid.pp, microbatches, pipeline.stages_per_rank)
+        schedule = uniform(pipeline.schedule, self.ranks.grid.pp, microbatches, pipeline.stages_per_rank)
         splits = any(action.kind == I for row in schedule.rows for action in row)
         if splits and self.config.model.activation_checkpointing:
             raise ConfigError(
@@ -123,40 +185,40 @@ class PipelineEngine(ShardedEngine):
             if self.split.stages != stages:
                 raise ConfigError(
                     f"split_spec makes {self.split.stages} stages, and {self.schedule.name} has {stages} "
-                    f"on {self.grid.pp} ranks",
+                    f"on {self.ranks.grid.pp} ranks",
                     f"name {stages - 1} places to cut at",
                 )
         else:
-            found = split_evenly(model, stages, pipeline.split_by, self.config.data.max_length, self.device)
-            self.split = broadcast_object_list([found])[0]  # seconds are of each rank's own device
-        self.shell = without_weights(model)
+            evenly = split_evenly(model, stages, pipeline.split_by, self.config.data.max_length, self.device)
+            self.split = broadcast_object_list([evenly])[0]  # seconds are of each rank's own device
+        self.stored.keep_shell()
         super().split_layers(model)
-        if self.buffer_names:
+        if self.stored.buffer_names:
             raise ConfigError(
-                f"{type(model).__name__} stores buffers ({self.buffer_names[0]}), which no stage owns",
+                f"{type(model).__name__} stores buffers ({self.stored.buffer_names[0]}), which no stage owns",
                 "train it with --training_type accelerated",
             )
 
     def take_part(self, model: nn.Module) -> nn.Module:
         """Cut the model and keep this rank's stages."""
-        self.trained_names = [self.names[p] for group in parameter_groups(model, 0.0) for p in group["params"]]
-        self.all_shapes = {name: parameter.shape for parameter, name in self.names.items()}
-        self.stages = cut(model, self.split, self.schedule.stages_of(self.place.pp))
+        stored = self.stored
+        stored.remember_whole(model)
+        self.stages = cut(model, self.split, self.schedule.stages_of(self.ranks.place.pp))
         self.shared = shared_weights(model, self.split)
         if self.tensor is not None and self.config.parallel.sequence_parallel:
             self._whole_between_stages(model)
-        self.model = own = OwnStages(self.stages)
+        own = OwnStages(self.stages)
         if not any(parameter.requires_grad for parameter in own.parameters()):
             raise ConfigError(
-                f"the stages of rank {self.place.pp} have nothing to train", "cut elsewhere with --split_spec"
+                f"the stages of rank {self.ranks.place.pp} have nothing to train", "cut elsewhere with --split_spec"
             )
-        self.names = {parameter: self.names[parameter] for parameter in own.parameters()}  # the others may go
+        stored.names = {parameter: stored.names[parameter] for parameter in own.parameters()}  # the others may go
         return own
 
     def _whole_between_stages(self, model: nn.Module) -> None:
         """Send hidden states whole from stage to stage: a stage makes its masks by their length."""
         assert self.tensor is not None
-        group, plan = self.groups.tp, self.tensor.plan
+        group, plan = self.ranks.groups.tp, self.tensor.plan
         sliced = list(plan.blocks_of(model).values())  # what works on slices, in order
         if (name := named(model, plan.final_norm)) is not None:
             sliced.append(model.get_submodule(name))
@@ -172,121 +234,77 @@ class PipelineEngine(ShardedEngine):
                 own[-1].register_forward_hook(lambda module, args, hidden: gather(hidden, group, SEQUENCE))
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
-        config, device = self.config, self.device
-        self.model, self.wrapped, self.optimizer = model, model, optimizer
-        self.copies = self._second_copies()
+        parallel, group = self.config.parallel, self.ranks.groups.dp
+        self.stored.copies = {self.stored.names[parameter] for parameter in self._second_copies()}
         self.zero: Zero1 | None = None
-        if config.parallel.strategy == "zero1":
-            self.zero = Zero1(model, optimizer, group=self.groups.dp, bucket_bytes=config.parallel.bucket_bytes)
+        if parallel.strategy == "zero1":
+            self.zero = Zero1(model, optimizer, group=group, bucket_bytes=parallel.bucket_bytes)
         else:
             for tensor in model.parameters():
-                dist.broadcast(tensor.detach(), group=self.groups.dp, group_src=0)
+                dist.broadcast(tensor.detach(), group=group, group_src=0)
+        self.stored.zero, self.stored.shards_pieces = self.zero, self.zero is not None
+        self.score_with(model)
+
+    def score_with(self, model: nn.Module) -> None:
+        config, device, self.wrapped = self.config, self.device, model
         stages = {number: _InPrecision(stage, self.precision, device) for number, stage in self.stages.items()}
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
             return summed_loss(logits, labels, config.data.task, config.optim.label_smoothing_factor)
 
-        self.forwards = PipelineExecutor(self.schedule, stages, loss, self.groups.pp, device)
+        group = self.ranks.groups.pp
+        self.forwards = PipelineExecutor(self.schedule, stages, loss, group, device)
         self.executor: PipelineExecutor | TorchPipeline = self.forwards
         if config.parallel.chosen_engine == "torch":
-            self.executor = TorchPipeline(self.schedule, stages, loss, self.groups.pp, device)
+            self.executor = TorchPipeline(self.schedule, stages, loss, group, device)
 
     def _second_copies(self) -> set[nn.Parameter]:
         """This rank's copies of tied weights that count on an earlier rank."""
-        ranks, found = self.schedule.stage_ranks, set()
+        ranks, copies = self.schedule.stage_ranks, set()
         for names in self.shared:
             first = ranks[min(names)]
-            found |= {
+            copies |= {
                 self.stages[stage].get_parameter(name)
                 for stage, name in names.items()
-                if stage in self.stages and ranks[stage] == self.place.pp != first
+                if stage in self.stages and ranks[stage] == self.ranks.place.pp != first
             }
-        return found
+        return copies
 
     # --- one step ---
 
     def run_schedule(self, batch: Mapping[str, Tensor], share: Tensor) -> Tensor:
         # Gradients are averaged over the pipelines; the loss is already a share of their sum.
-        done = self.executor.step(targets=batch["labels"], scale=share * self.grid.dp, **_for_stages(batch))
+        done = self.executor.step(targets=batch["labels"], scale=share * self.ranks.grid.dp, **_for_stages(batch))
         return sum(done.losses, torch.zeros((), device=self.device)) * share
 
     def scores(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]
         done, labels, task = self.forwards.evaluate(**_for_stages(batch)), batch["labels"], self.config.data.task
         if self.schedule.stages - 1 in self.stages:
-            found = scores_of_rows(torch.cat(done.outputs), labels, task)
+            scores = scores_of_rows(torch.cat(done.outputs), labels, task)
         else:
             room = torch.empty(len(labels), 2, device=self.device)
-            found = (room, torch.empty_like(labels)) if task == "classification" else (room,)
-        found = tuple(tensor.contiguous() for tensor in found)
-        for tensor in found:  # from the rank that has the last stage to all of its pipeline
-            dist.broadcast(tensor, group=self.groups.pp, group_src=self.schedule.stage_ranks[-1])
-        return found
-
-    @property
-    def shards_pieces(self) -> bool:
-        return self.zero is not None
+            scores = (room, torch.empty_like(labels)) if task == "classification" else (room,)
+        scores = tuple(tensor.contiguous() for tensor in scores)
+        for tensor in scores:  # from the rank that has the last stage to all of its pipeline
+            dist.broadcast(tensor, group=self.ranks.groups.pp, group_src=self.schedule.stage_ranks[-1])
+        return scores
 
     def clip(self, max_norm: float) -> Tensor:
-        sum_shared_gradients(self.shared, self.stages, self.schedule.stage_ranks, self.groups.pp)
-        whole_name = {name: self.names[parameter] for name, parameter in self.model.named_parameters()}
+        sum_shared_gradients(self.shared, self.stages, self.schedule.stage_ranks, self.ranks.groups.pp)
+        names = self.stored.names
         if self.zero:
+            whole_name = {name: names[parameter] for name, parameter in self.model.named_parameters()}
             gradients = {whole_name[name]: gradient for name, gradient in gradients_of(self.zero).items()}
         else:
-            average_gradients(self.model.parameters(), self.groups.dp, self.config.parallel.bucket_bytes)
-            gradients = {name: p.grad for name, p in self.parameters().items() if p.grad is not None}
-        return self.clip_together(gradients, max_norm, {self.names[parameter] for parameter in self.copies})
+            average_gradients(self.model.parameters(), self.ranks.groups.dp, self.config.parallel.bucket_bytes)
+            gradients = {name: p.grad for p, name in names.items() if p.grad is not None}
+        return self.clip_together(gradients, max_norm, self.stored.copies)
 
     def update(self) -> None:
         (self.zero or self.optimizer).step()
 
     def zero_grad(self) -> None:
         (self.zero or self.optimizer).zero_grad()
-
-    # --- checkpoints, and the whole model ---
-
-    def pieces(self) -> dict[str, Shard]:
-        """A piece of every parameter of the model: whole for this rank's stages, empty for the others'."""
-        found = {name: Shard(shape, 0, torch.empty(0, device=self.device)) for name, shape in self.all_shapes.items()}
-        return found | self._own_pieces()
-
-    def _own_pieces(self) -> dict[str, Shard]:
-        local = (
-            self.zero.pieces()
-            if self.zero
-            else {name: Shard(p.shape, 0, p.detach().view(-1)) for name, p in self.model.named_parameters()}
-        )
-        return {self.names[self.model.get_parameter(name)]: piece for name, piece in local.items()}
-
-    def parameters(self) -> dict[str, Tensor]:
-        return {self.names[parameter]: parameter for parameter in self.model.parameters()}
-
-    def stored(self, pieces: Mapping[str, Shard], keep_shape: bool = False) -> dict[str, Shard]:
-        """Of some pieces, by ``name`` or ``name/state``, those that this rank stores: every element has one owner.
-
-        With ``keep_shape``, an empty piece stands for each of the others.
-        """
-        elsewhere = {self.names[parameter] for parameter in self.copies}
-        if not self.zero and self.place.dp > 0:
-            elsewhere = set(self.all_shapes)
-        kept = {}
-        for key, piece in pieces.items():
-            if key not in elsewhere and key.rpartition("/")[0] not in elsewhere:
-                kept[key] = piece
-            elif keep_shape:
-                kept[key] = Shard(piece.shape, 0, piece.data[:0])
-        return kept
-
-    def whole_weights(self) -> dict[str, Tensor]:
-        if self.zero:
-            self.zero.refresh()
-        return super().whole_weights()
-
-    def buffers(self) -> dict[str, Tensor]:
-        return {}
-
-    def refresh(self) -> None:
-        if self.zero:
-            self.zero.refresh()
 
     def autocast(self) -> AbstractContextManager:
         return contextlib.nullcontext()  # each stage has its own
@@ -299,8 +317,8 @@ class PipelineEngine(ShardedEngine):
             **super().describe(),
             "pipeline": {
                 "schedule": self.schedule.name,
-                "pipeline_parallel_size": self.grid.pp,
-                "data_parallel_size": self.grid.dp,
+                "pipeline_parallel_size": self.ranks.grid.pp,
+                "data_parallel_size": self.ranks.grid.dp,
                 "stages": self.schedule.stages,
                 "pipeline_chunks": self.schedule.microbatches,
                 "split": str(self.split).splitlines(),

@@ -6,10 +6,9 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import DeepSpeedPlugin
 from torch import nn
 from torch.optim import Optimizer
@@ -19,6 +18,7 @@ from course_lib.config import Config
 from course_lib.errors import ConfigError, LaunchError
 from course_lib.parallel.sharding import Shard
 from course_lib.training.checkpoints.formats import device_of_step
+from course_lib.training.checkpoints.sharded_state import ShardedState
 from course_lib.training.engines.sharded import ShardedEngine
 from course_lib.training.unused_parameters import leave_undecayed, never_reached
 
@@ -95,106 +95,27 @@ class _Home(NamedTuple):
     piece: Shard
 
 
-class DeepSpeedZero(ShardedEngine):
-    """ZeRO-1, 2 or 3 by DeepSpeed.
+class DeepSpeedState(ShardedState):
+    """State in DeepSpeed's flat fp32 groups, of which a rank has a run of each parameter.
 
-    ``backward`` of the last micro-batch also clips, updates and clears, as DeepSpeed's own engine does.
+    Attributes:
+        zero: DeepSpeed's optimizer.
+        strategy: ``zero1``, ``zero2`` or ``zero3``.
+        offloads: whether the optimizer steps on the host.
     """
 
-    wrapped: Any
-    casts = True  # the parameters themselves are in the low precision
-
-    def refuse(self, device: torch.device, precision: str) -> None:
-        super().refuse(device, precision)
-        if device.type == "cpu" and torch.cuda.is_available():
-            raise ConfigError(
-                "DeepSpeed takes the GPUs that it sees, and device is cpu",
-                "hide them with CUDA_VISIBLE_DEVICES= in the environment, or leave out --device",
-            )
-        if device.type == "mps":
-            raise ConfigError("DeepSpeed does not run on this GPU", "use --engine torch or --device cpu")
-
-    @contextlib.contextmanager
-    def environment(self) -> Iterator[None]:
-        # With this variable Accelerate would drop the plugin and run DDP in silence.
-        kept = os.environ.pop("ACCELERATE_USE_CPU", None)
-        quiet_deepspeed()
-        leave_shared_memory_operator_out()
-        try:
-            yield
-        finally:
-            if kept is not None:
-                os.environ["ACCELERATE_USE_CPU"] = kept
-
-    def connect(self) -> None:
-        super().connect()
-        if self.accelerator.distributed_type != "DEEPSPEED":
-            raise LaunchError(
-                f"Accelerate chose {self.accelerator.distributed_type.value} over DeepSpeed",
-                "start with `course train --num_processes N`, which sets the environment",
-            )
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it again and again, also where no launcher was
-
-    def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
-        plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(self.config, precision))
-        return {
-            "cpu": False,
-            "deepspeed_plugin": plugin,
-            "gradient_accumulation_steps": self.config.run.gradient_accumulation_steps,
-        }
-
-    def examine(self, model: nn.Module) -> None:
-        super().examine(model)
-        # Now: once ranks share the tokens of a row, the model takes no whole one any more.
-        self.left_out = never_reached(model) or set()
-
-    def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.remember_order()
-        leave_undecayed(optimizer, self.left_out)
-        elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        plugin = self.accelerator.state.deepspeed_plugin
-        plugin.deepspeed_config["zero_optimization"] |= zero_settings(self.config, elements)
-        self.wrapped, wrapper = self.accelerator.prepare(model, optimizer)
-        self.zero = wrapper.optimizer
-        self.optimizer = self.zero.optimizer
-        self.stage = self.config.parallel.strategy
-
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()  # DeepSpeed counts the micro-batches
-
-    def backward(self, loss: torch.Tensor, last: bool) -> None:
-        self.wrapped.set_gradient_accumulation_boundary(is_boundary=last)
-        # The mean over the ranks is taken; the loss is already a share of the global batch's.
-        self.wrapped.backward(loss * self.gradient_ranks, scale_wrt_gas=False)
-        if last:
-            self.wrapped.step()
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        return torch.as_tensor(self.wrapped.get_global_grad_norm(), device=self.device)
-
-    def update(self) -> None:
-        pass  # as the rest of the step, in backward
-
-    def zero_grad(self) -> None:
-        pass
-
-    @property
-    def step_was_skipped(self) -> bool:  # type: ignore[override]
-        return bool(self.zero.overflow)
-
-    def close(self) -> None:
-        super().close()
-        unset_hf_deepspeed_config()  # or transformers would share out what a rank loads from here on
+    zero: Any
+    strategy: str
+    offloads: bool
 
     def homes(self) -> dict[str, _Home]:
         """Where each trained parameter's run is kept on this rank, for those that have one here."""
-        rank, found = dist.get_rank(), {}
+        rank, homes = self.ranks.rank, {}
         parameter: Any
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            if self.stage == "zero3":
+            if self.strategy == "zero3":
                 group, offset, length = self.zero.grad_position[self.zero.get_param_id(parameter)]
                 flat, start = self.zero.fp32_partitioned_groups_flat[group], rank * length
                 length = max(0, min(length, self.state_shapes[name].numel() - start))
@@ -207,38 +128,38 @@ class DeepSpeedZero(ShardedEngine):
                 start = mapping.lp_fragment_address.start
             if length:
                 data = flat.detach().narrow(0, offset, length)
-                found[name] = _Home(flat, offset, Shard(self.state_shapes[name], start, data))
-        return found
+                homes[name] = _Home(flat, offset, Shard(self.state_shapes[name], start, data))
+        return homes
 
     def pieces(self) -> dict[str, Shard]:
-        homes, found = self.homes(), {}
+        homes, pieces = self.homes(), {}
         for name, parameter in self.model.named_parameters():
             if name in homes:
-                found[name] = homes[name].piece
+                pieces[name] = homes[name].piece
             elif parameter.requires_grad:
-                found[name] = Shard(self.state_shapes[name], 0, torch.empty(0, device=self.accelerator.device))
+                pieces[name] = Shard(self.state_shapes[name], 0, torch.empty(0, device=self.ranks.device))
             else:
-                found[name] = self.frozen_piece(name, parameter)
-        return found
+                pieces[name] = self._frozen_piece(name, parameter)
+        return pieces
 
-    def frozen_piece(self, name: str, parameter: Any) -> Shard:
+    def _frozen_piece(self, name: str, parameter: Any) -> Shard:
         """A parameter without gradient: whole, or under stage 3 this rank's run of it."""
-        if self.stage != "zero3":
+        if self.strategy != "zero3":
             return Shard(self.state_shapes[name], 0, parameter.detach().view(-1))
         length = parameter.ds_tensor.numel()
-        start = dist.get_rank() * length
+        start = self.ranks.rank * length
         kept = max(0, min(length, self.state_shapes[name].numel() - start))
         return Shard(self.state_shapes[name], start if kept else 0, parameter.ds_tensor.detach()[:kept])
 
     def optimizer_pieces(self) -> dict[str, Shard]:
-        found = {}
+        pieces = {}
         for name, (flat, offset, piece) in self.homes().items():
             for state, value in sorted(self.optimizer.state.get(flat, {}).items()):
                 if isinstance(value, int):  # as DeepSpeedCPUAdam counts its steps
                     value = torch.tensor(float(value))
                 value = value if value.ndim else value.clone()  # a file must not hold one number under many names
-                found[f"{name}/{state}"] = self._state_run(value, offset, piece)
-        return found
+                pieces[f"{name}/{state}"] = self._state_run(value, offset, piece)
+        return pieces
 
     def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Shard]:
         homes, room = self.homes(), {}
@@ -264,10 +185,10 @@ class DeepSpeedZero(ShardedEngine):
         return Shard(piece.shape, piece.start, value.narrow(0, offset, piece.data.numel()))
 
     def refresh(self) -> None:
-        if self.config.parallel.offload != "none":
+        if self.offloads:
             for kept in self.optimizer.state.values():
                 kept |= {"step": int(kept["step"])}  # as DeepSpeedCPUAdam counts them
-        if self.stage == "zero3":
+        if self.strategy == "zero3":
             persistent = self.zero.persistent_parameters  # small ones, whole on every rank from one step to the next
             if persistent:
                 persistent[0].partition(persistent)
@@ -278,16 +199,114 @@ class DeepSpeedZero(ShardedEngine):
         else:
             self.zero.update_lp_params()
 
-    def state(self) -> dict[str, Any]:
+    def extra_state(self) -> dict[str, Any]:
         if not self.zero.dynamic_loss_scale:
             return {}
         return {"loss_scale": float(self.zero.loss_scale), "last_overflow": self.zero.loss_scaler.last_overflow_iter}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_extra_state(self, state: dict[str, Any]) -> None:
         # A run in another precision has left none; older versions wrote a scale of 1 for it.
         if self.zero.dynamic_loss_scale and state.get("loss_scale", 1.0) != 1.0:
             self.zero.loss_scaler.cur_scale = state["loss_scale"]
             self.zero.loss_scaler.last_overflow_iter = state["last_overflow"]
+
+
+class DeepSpeedZero(ShardedEngine):
+    """ZeRO-1, 2 or 3 by DeepSpeed.
+
+    ``backward`` of the last micro-batch also clips, updates and clears, as DeepSpeed's own engine does.
+    """
+
+    stored_class = DeepSpeedState
+
+    @classmethod
+    def refuse(cls, config: Config, device: torch.device, precision: str) -> None:
+        super().refuse(config, device, precision)
+        if device.type == "cpu" and torch.cuda.is_available():
+            raise ConfigError(
+                "DeepSpeed takes the GPUs that it sees, and device is cpu",
+                "hide them with CUDA_VISIBLE_DEVICES= in the environment, or leave out --device",
+            )
+        if device.type == "mps":
+            raise ConfigError("DeepSpeed does not run on this GPU", "use --engine torch or --device cpu")
+
+    @classmethod
+    @contextlib.contextmanager
+    def environment(cls) -> Iterator[None]:
+        # With this variable Accelerate would drop the plugin and run DDP in silence.
+        kept = os.environ.pop("ACCELERATE_USE_CPU", None)
+        quiet_deepspeed()
+        leave_shared_memory_operator_out()
+        try:
+            yield
+        finally:
+            if kept is not None:
+                os.environ["ACCELERATE_USE_CPU"] = kept
+
+    @classmethod
+    def start(cls, config: Config) -> Self:
+        engine = super().start(config)
+        kind = engine.ranks.accelerator.distributed_type
+        if kind != "DEEPSPEED":
+            raise LaunchError(
+                f"Accelerate chose {kind.value} over DeepSpeed",
+                "start with `course train --num_processes N`, which sets the environment",
+            )
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it again and again, also where no launcher was
+        return engine
+
+    @classmethod
+    def plugins(cls, config: Config, device: torch.device, precision: str) -> dict[str, Any]:
+        return {
+            "cpu": False,
+            "deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=deepspeed_config(config, precision)),
+            "gradient_accumulation_steps": config.run.gradient_accumulation_steps,
+        }
+
+    def examine(self, model: nn.Module) -> None:
+        super().examine(model)
+        # Now: once ranks share the tokens of a row, the model takes no whole one any more.
+        self.left_out = never_reached(model) or set()
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
+        leave_undecayed(optimizer, self.left_out)
+        elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        plugin = self.ranks.accelerator.state.deepspeed_plugin
+        plugin.deepspeed_config["zero_optimization"] |= zero_settings(self.config, elements)
+        self.wrapped, wrapper = self.ranks.accelerator.prepare(model, optimizer)
+        self.zero, self.optimizer = wrapper.optimizer, wrapper.optimizer.optimizer
+        self.stored.zero, self.stored.strategy = self.zero, self.strategy
+        self.stored.offloads = self.config.parallel.offload != "none"
+
+    def autocast(self) -> AbstractContextManager:
+        return contextlib.nullcontext()  # the parameters themselves are in the low precision
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()  # DeepSpeed counts the micro-batches
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        self.wrapped.set_gradient_accumulation_boundary(is_boundary=last)
+        # The mean over the ranks is taken; the loss is already a share of the global batch's.
+        self.wrapped.backward(loss * self.ranks.gradient_ranks, scale_wrt_gas=False)
+        if last:
+            self.wrapped.step()
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        return torch.as_tensor(self.wrapped.get_global_grad_norm(), device=self.device)
+
+    def update(self) -> None:
+        pass  # as the rest of the step, in backward
+
+    def zero_grad(self) -> None:
+        pass
+
+    @property
+    def step_was_skipped(self) -> bool:  # type: ignore[override]
+        return bool(self.zero.overflow)
+
+    def close(self) -> None:
+        super().close()
+        unset_hf_deepspeed_config()  # or transformers would share out what a rank loads from here on
 
 
 def quiet_deepspeed() -> None:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,33 +16,56 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from course_lib.config import Config
 from course_lib.errors import ConfigError
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.sharding import Shard
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
+from course_lib.training.checkpoints.sharded_state import ShardedState
 from course_lib.training.engines.accelerate_ddp import ddp_options
 from course_lib.training.engines.sharded import ShardedEngine
 from course_lib.training.unwrapping import take_back_forward
 
 
+class DealtOutState(ShardedState):
+    """State of an optimizer that has whole parameters of its own; all ranks have all parameters and gradients."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.shards_pieces = False
+
+    def refresh(self) -> None:
+        pass  # the next forward reads what stands in the pieces
+
+    def pieces(self) -> dict[str, Shard]:
+        return {
+            name: Shard(parameter.shape, 0, parameter.detach().view(-1))
+            for name, parameter in self.model.named_parameters()
+        }
+
+    @property
+    def state_owner(self) -> Optimizer:
+        return self.optimizer.optim  # type: ignore[attr-defined]
+
+
 class TorchZero1(ShardedEngine):
     """DDP, and an optimizer that keeps the state of its share of the parameters (whole tensors, dealt out)."""
 
+    stored_class = DealtOutState
     by_ddp = True
     optimizer: ZeroRedundancyOptimizer
 
-    def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
-        return {"kwargs_handlers": [ddp_options(self.config)]}
+    @classmethod
+    def plugins(cls, config: Config, device: torch.device, precision: str) -> dict[str, Any]:
+        return {"kwargs_handlers": [ddp_options(config)]}
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer  # type: ignore[assignment]
-        self.remember_order()
         groups = [
             {key: value for key, value in group.items() if key != "initial_lr"} for group in optimizer.param_groups
         ]
         known = inspect.signature(type(optimizer)).parameters  # defaults hold more than the class takes
         options = {key: value for key, value in optimizer.defaults.items() if key in known}
-        group = self.gradient_group
+        group, self.accelerator = self.ranks.gradient_group, self.ranks.accelerator
         self.optimizer = ZeroRedundancyOptimizer(groups, type(optimizer), process_group=group, **options)
         if self.tensor is None:
             self.accelerator.ddp_handler.find_unused_parameters = self.finds_unused
@@ -63,11 +85,7 @@ class TorchZero1(ShardedEngine):
         return contextlib.nullcontext() if last else self.accelerator.no_sync(self.wrapped)
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        (loss * self.gradient_ranks).backward()  # DDP takes the mean over the ranks
-
-    @property
-    def shards_pieces(self) -> bool:
-        return False  # whole ones are dealt out, and all have all gradients
+        (loss * self.ranks.gradient_ranks).backward()  # DDP takes the mean over the ranks
 
     def clip(self, max_norm: float) -> torch.Tensor:
         if self.tensor is not None:
@@ -82,19 +100,6 @@ class TorchZero1(ShardedEngine):
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
-    def refresh(self) -> None:
-        pass  # the next forward reads what stands in the pieces
-
-    def pieces(self) -> dict[str, Shard]:
-        return {
-            name: Shard(parameter.shape, 0, parameter.detach().view(-1))
-            for name, parameter in self.model.named_parameters()
-        }
-
-    @property
-    def state_owner(self) -> Optimizer:
-        return self.optimizer.optim
-
 
 def leave_out_fused_sgd(optimizer: Optimizer) -> None:
     """Let SGD step by torch's other kernels: its fused one does not know the DTensors of FSDP2, as AdamW's does."""
@@ -103,27 +108,45 @@ def leave_out_fused_sgd(optimizer: Optimizer) -> None:
             group["fused"] = False
 
 
+class DTensorState(ShardedState):
+    """State in DTensors, of which a rank has a run of rows."""
+
+    def refresh(self) -> None:
+        pass  # the next forward gathers what stands in the pieces
+
+    def pieces(self) -> dict[str, Shard]:
+        for unit in self.model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()  # after a forward pass without backward the root is still gathered
+        pieces = {}
+        parameter: Any
+        for name, parameter in self.model.named_parameters():
+            # Rows are dealt out as torch.chunk does over the last dimension of the mesh: whole chunks, then the rest.
+            mesh, (rows, *row) = parameter.device_mesh, parameter.shape
+            first = min(-(-rows // mesh.shape[-1]) * mesh.get_coordinate()[-1], rows)
+            pieces[name] = Shard(parameter.shape, first * math.prod(row), parameter.detach().to_local().view(-1))
+        return pieces
+
+    def state_piece(self, piece: Shard, value: torch.Tensor) -> Shard:
+        return super().state_piece(piece, value.to_local() if isinstance(value, DTensor) else value)
+
+
 class TorchFSDP(ShardedEngine):
     """``fully_shard`` (FSDP2), a unit a block; under zero2 a unit stays gathered until its backward, else not."""
 
-    wrapped: Any
-    casts = True  # by its MixedPrecisionPolicy; Accelerate gives its plugin the like, and no autocast
+    stored_class = DTensorState
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.remember_order()
         leave_out_fused_sgd(optimizer)
-        group_size, mesh = self.config.parallel.shard_group_size, None
+        group_size, mesh, everyone = self.config.parallel.shard_group_size, None, self.ranks.num_processes
         if group_size:
-            if dist.get_world_size() % group_size:
-                raise ConfigError(
-                    f"shard_group_size {group_size} does not divide {dist.get_world_size()} ranks", "use a divisor"
-                )
-            mesh = hybrid_mesh(self.accelerator.device.type, dist.get_world_size() // group_size, group_size)
+            if everyone % group_size:
+                raise ConfigError(f"shard_group_size {group_size} does not divide {everyone} ranks", "use a divisor")
+            mesh = hybrid_mesh(self.device.type, everyone // group_size, group_size)
         if self.tensor is not None:
-            assert self.gradient_group is not None
-            mesh = DeviceMesh.from_group(self.gradient_group, self.device.type)
-        low = self.accelerator.mixed_precision == "bf16"
+            assert self.ranks.gradient_group is not None
+            mesh = DeviceMesh.from_group(self.ranks.gradient_group, self.device.type)
+        low = self.precision == "bf16"
         self.wrapped = shard_with_torch(
             model,
             optimizer,
@@ -134,11 +157,14 @@ class TorchFSDP(ShardedEngine):
             cpu_offload=self.config.parallel.offload != "none",
         )
 
+    def autocast(self) -> AbstractContextManager:
+        return contextlib.nullcontext()  # MixedPrecisionPolicy casts; Accelerate gives its plugin the like
+
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        (loss * self.gradient_ranks).backward()  # FSDP2 takes the mean over the ranks
+        (loss * self.ranks.gradient_ranks).backward()  # FSDP2 takes the mean over the ranks
 
     def clip(self, max_norm: float) -> torch.Tensor:
         if self.tensor is not None:
@@ -154,58 +180,40 @@ class TorchFSDP(ShardedEngine):
     def zero_grad(self) -> None:
         self.wrapped.zero_grad()
 
-    def refresh(self) -> None:
-        pass  # the next forward gathers what stands in the pieces
-
-    def pieces(self) -> dict[str, Shard]:
-        for unit in self.model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()  # after a forward pass without backward the root is still gathered
-        found = {}
-        parameter: Any
-        for name, parameter in self.model.named_parameters():
-            # Rows are dealt out as torch.chunk does over the last dimension of the mesh: whole chunks, then the rest.
-            mesh, (rows, *row) = parameter.device_mesh, parameter.shape
-            first = min(-(-rows // mesh.shape[-1]) * mesh.get_coordinate()[-1], rows)
-            found[name] = Shard(parameter.shape, first * math.prod(row), parameter.detach().to_local().view(-1))
-        return found
-
-    def state_piece(self, piece: Shard, value: torch.Tensor) -> Shard:
-        return super().state_piece(piece, value.to_local() if isinstance(value, DTensor) else value)
-
 
 class AccelerateFSDP(TorchFSDP):
     """FSDP2 through Accelerate's plugin, which takes GPUs alone."""
 
-    def refuse(self, device: torch.device, precision: str) -> None:
-        super().refuse(device, precision)
+    @classmethod
+    def refuse(cls, config: Config, device: torch.device, precision: str) -> None:
+        super().refuse(config, device, precision)
         if device.type == "cpu":
             raise ConfigError(
                 "Accelerate's FSDP plugin does not know CPU processes and would run DDP in silence",
                 "use --engine torch, which runs the same fully_shard on CPU and GPU",
             )
 
-    def plugins(self, device: torch.device, precision: str) -> dict[str, Any]:
+    @classmethod
+    def plugins(cls, config: Config, device: torch.device, precision: str) -> dict[str, Any]:
         return {
             "fsdp_plugin": FullyShardedDataParallelPlugin(
                 fsdp_version=2,
                 reshard_after_forward=True,
                 auto_wrap_policy="transformer_based_wrap",
-                cpu_offload=self.config.parallel.offload != "none",
+                cpu_offload=config.parallel.offload != "none",
             )
         }
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.remember_order()
         leave_out_fused_sgd(optimizer)
+        self.accelerator = self.ranks.accelerator
         plugin = self.accelerator.state.fsdp_plugin
         plugin.transformer_cls_names_to_wrap = sorted({type(block).__name__ for block in blocks(model).values()})
         self.wrapped, self.scaled_optimizer = self.accelerator.prepare(model, optimizer)
         self.model, self.optimizer = self.wrapped, self.scaled_optimizer.optimizer
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        self.accelerator.backward(loss * self.gradient_ranks)
+        self.accelerator.backward(loss * self.ranks.gradient_ranks)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         return self.accelerator.clip_grad_norm_(self.wrapped.parameters(), max_norm)

@@ -14,7 +14,7 @@ from course_lib.tracking.collect import read_json_lines, read_runs
 from course_lib.training import run as runs
 from course_lib.training.callbacks import Callback, tracking
 from course_lib.training.callbacks.predictions import predict
-from course_lib.training.engines.base import Engine
+from course_lib.training.engines.base import StepEngine
 from tests.forked_process import wandb_imported
 
 QUICK = {
@@ -46,7 +46,7 @@ class UsersOwn(Callback):
     """What a user hands to Accelerate has to reach our trackers."""
 
     def on_step_end(self, trainer):
-        trainer.engine.accelerator.log({"mine": 10.0 * trainer.state.step}, step=trainer.state.step)
+        trainer.ranks.accelerator.log({"mine": 10.0 * trainer.state.step}, step=trainer.state.step)
 
 
 def train_all(folder: str) -> dict:
@@ -58,7 +58,7 @@ def train_all(folder: str) -> dict:
 
     def train(name, callbacks=(), **options):
         # The end of a run takes the process group with it, which the next one here needs.
-        with mock.patch.object(Engine, "close", Engine.barrier):
+        with mock.patch.object(StepEngine, "close", lambda engine: engine.ranks.barrier()):
             return runs.train(build(QUICK | {"output_dir": f"{folder}/{name}"} | options), callbacks)
 
     train("one", [UsersOwn()], training_type="accelerated", log_predictions=100)

@@ -28,13 +28,13 @@ from course_lib.training.callbacks import Callback
 from course_lib.training.checkpoints import (
     async_save,
     checkpoint,
-    formats,
     manifest,
     resuming,
     run_folder,
     safetensors_tree,
     sharded,
 )
+from course_lib.training.checkpoints.sharded_state import ShardedState
 from course_lib.training.state import TrainState
 from course_lib.training.trainer import Trainer
 
@@ -144,7 +144,7 @@ def snapshot(trainer):
     """All that makes up a run, by item, on this rank; tensors as lists of their bits."""
     tree = {
         "scheduler": trainer.scheduler.state_dict(),
-        "engine": trainer.engine.state(),
+        "engine": trainer.stored.extra_state(),
         "random": rng_state(trainer.device),
         "state": {k: v for k, v in trainer.state.as_dict().items() if k not in ("seconds", "max_steps")},
         "rates": [group["lr"] for group in trainer.optimizer.param_groups],
@@ -155,7 +155,7 @@ def snapshot(trainer):
     if trainer.config.parallel.strategy == "ddp" and trainer.config.run.training_type != "pipeline":
         tree |= {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()["state"]}
     else:
-        tree["pieces"] = {name: (piece.start, piece.data) for name, piece in trainer.engine.tensors().items()}
+        tree["pieces"] = {name: (piece.start, piece.data) for name, piece in trainer.stored.tensors().items()}
     return dict(leaves(tree, ""))
 
 
@@ -186,7 +186,7 @@ def trainer_of(folder, recorder, **options):
     trainer = Trainer(config, loaded, data, processor, [recorder])
     if config.run.training_type == "basic":
         # fp16's scaler has no use on a CPU; here it scales fp32, and doubles every second step.
-        trainer.engine.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        trainer.engine.scaler = trainer.stored.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
     return trainer
 
 
@@ -407,10 +407,8 @@ def test_ranks_that_see_different_checkpoints_do_not_mix_them(tmp_path, nine):
 
     def trainer(asked, other):
         config = build(BASE | {"output_dir": str(tmp_path / "x"), "resume_from_checkpoint": asked})
-        engine = SimpleNamespace(barrier=lambda: None, gather_objects=lambda mine: [mine, other])
-        return SimpleNamespace(
-            config=config, output_dir=nine.parent, is_main=True, engine=engine, say=lambda line: None
-        )
+        ranks = SimpleNamespace(barrier=lambda: None, gather_objects=lambda mine: [mine, other])
+        return SimpleNamespace(config=config, output_dir=nine.parent, is_main=True, ranks=ranks, say=lambda line: None)
 
     for asked in ("latest", "auto", str(nine)):
         with pytest.raises(CheckpointError, match="rank 1: it is damaged: bring the whole checkpoint"):
@@ -429,7 +427,7 @@ def test_a_rank_that_dies_meanwhile_is_no_fault_of_the_checkpoint(tmp_path, nine
         (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
         (KeyError("weight"), CheckpointError),
     ):
-        with mock.patch.object(formats, "read", side_effect=error), pytest.raises(told):
+        with mock.patch.object(trainer.stored, "read", side_effect=error), pytest.raises(told):
             resuming.resume(trainer)
 
 
@@ -519,8 +517,8 @@ def best_without_a_shared_disk(folder, options):
     plain = {"training_type": "accelerated", "batch_size": 1}
     trainer = trainer_of(folder / f"machine {torch.distributed.get_rank()}", Recorder(), **(plain | options))
     tensors = (
-        {name: piece.data for name, piece in trainer.engine.pieces().items()}
-        if trainer.engine.shards_state
+        {name: piece.data for name, piece in trainer.stored.pieces().items()}
+        if isinstance(trainer.stored, ShardedState)
         else trainer.model.state_dict()
     )
     trainer.saver.save_best()

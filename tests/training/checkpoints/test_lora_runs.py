@@ -109,7 +109,7 @@ def state_after(folder, ways, **more):
         (folder / way).mkdir(parents=True, exist_ok=True)
         trainer, _ = runs.build_trainer(build(OPTIONS | WAYS[way] | {"output_dir": str(folder / way)} | own))
         trainer.go_on()
-        found[way] = {name: tensor.clone() for name, tensor in trainer.engine.whole_weights().items()}
+        found[way] = {name: tensor.clone() for name, tensor in trainer.stored.whole_weights().items()}
     return found
 
 

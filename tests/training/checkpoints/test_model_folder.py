@@ -11,19 +11,17 @@ import json, sys
 from pathlib import Path
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
-from course_lib.config import Config
 from course_lib.modeling import presets
-from course_lib.training.engines.accelerate_ddp import AccelerateDDP
+from course_lib.training.checkpoints.stored_state import StoredState
 from course_lib.training.checkpoints.model_folder import write_model
 
 config, tokenizer = presets.build("tiny-gpt2", ["some words to make a vocabulary of"], 16)
 model = AutoModelForCausalLM.from_config(config)
 folder = Path(sys.argv[1])
-engine = AccelerateDDP(Config())
-engine.accelerator = Accelerator(cpu=True)
-engine.model, engine.wrapped = model, engine.accelerator.prepare(model)
-assert engine.bare_model() is model
-write_model(folder / "ours", engine.bare_model(), model.state_dict(), tokenizer, "# a card")
+stored = StoredState(None, model)
+stored.take(model, Accelerator(cpu=True).prepare(model), None)
+assert stored.bare_model() is model
+write_model(folder / "ours", stored.bare_model(), model.state_dict(), tokenizer, "# a card")
 imported = ["deepspeed" in sys.modules]
 model.save_pretrained(folder / "theirs")
 imported.append("deepspeed" in sys.modules)

@@ -35,9 +35,8 @@ from course_lib.errors import CheckpointError, ConfigError
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.training.checkpoints import checkpoint, manifest, safetensors_tree, second_start
-from course_lib.training.engines.accelerate_ddp import AccelerateDDP
-from course_lib.training.engines.single_process import SingleProcess
-from course_lib.training.engines.with_deepspeed import DeepSpeedZero
+from course_lib.training.checkpoints.stored_state import StoredState
+from course_lib.training.engines.with_deepspeed import DeepSpeedState
 from course_lib.training.trainer import Trainer
 from tests.forked_process import import_deepspeed
 
@@ -567,14 +566,13 @@ def test_a_scaler_begins_anew_where_the_run_had_none():
     scaler, scales = torch.amp.GradScaler("cpu", init_scale=8.0), SimpleNamespace(cur_scale=8.0, last_overflow_iter=-1)
     deepspeed = SimpleNamespace(zero=SimpleNamespace(dynamic_loss_scale=True, loss_scaler=scales))
     for engine, load, nothing in (
-        (SimpleNamespace(scaler=scaler), SingleProcess.load_state, {"scaler": {}}),
-        (SimpleNamespace(accelerator=SimpleNamespace(scaler=scaler)), AccelerateDDP.load_state, {"scaler": {}}),
-        (deepspeed, DeepSpeedZero.load_state, {}),
-        (deepspeed, DeepSpeedZero.load_state, {"loss_scale": 1.0, "last_overflow": -1}),
+        (SimpleNamespace(scaler=scaler), StoredState.load_extra_state, {"scaler": {}}),
+        (deepspeed, DeepSpeedState.load_extra_state, {}),
+        (deepspeed, DeepSpeedState.load_extra_state, {"loss_scale": 1.0, "last_overflow": -1}),
     ):
         load(engine, nothing)
     assert scaler.get_scale() == scales.cur_scale == 8.0
-    DeepSpeedZero.load_state(deepspeed, {"loss_scale": 4.0, "last_overflow": 2})
+    DeepSpeedState.load_extra_state(deepspeed, {"loss_scale": 4.0, "last_overflow": 2})
     assert (scales.cur_scale, scales.last_overflow_iter) == (4.0, 2)
 
 

@@ -10,8 +10,8 @@ from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.training.checkpoints import checkpoint, formats, sharded
-from course_lib.training.engines.base import Engine
 from course_lib.training.optimization import parameter_groups
+from course_lib.training.ranks import Ranks
 from tests.forked_process import import_deepspeed
 
 STEPS, SAVED = 3, 2
@@ -225,8 +225,8 @@ def test_experts_and_their_routers_see_the_tokens_of_all_ranks(tmp_path):
 
 def without_the_sum(folder, cases):
     """Gradients are added up over the ranks that have other rows alone, as where each rank has whole rows."""
-    Engine.gradient_group = property(lambda self: self.groups.dp, lambda self, group: None)
-    Engine.gradient_ranks = property(lambda self: self.grid.dp)
+    Ranks.gradient_group = property(lambda self: self.groups.dp, lambda self, group: None)
+    Ranks.gradient_ranks = property(lambda self: self.grid.dp)
     return runs(folder, cases, 4)
 
 

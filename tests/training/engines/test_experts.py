@@ -15,7 +15,7 @@ from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.modeling.experts import ExpertParallel
 from course_lib.training.checkpoints import checkpoint
-from course_lib.training.engines.from_scratch import Scratch
+from course_lib.training.engines.from_scratch import ScratchDDP, ScratchState
 from course_lib.training.router_loss import RouterLoss
 
 STEPS, SAVED = 3, 2
@@ -95,7 +95,7 @@ def test_checkpoints_go_to_other_layouts_and_to_the_same_one_to_the_bit(folder, 
     assert all(torch.equal(again["itself"].weights[key], weight) for key, weight in found["ddp"].weights.items())
 
 
-def unscaled(engine, max_norm, clip=Scratch.clip):
+def unscaled(engine, max_norm, clip=ScratchDDP.clip):
     """The mistake: experts' gradients divided by the number of ranks that hold the same ones."""
     for name, gradient in engine.gradients().items():
         if name in engine.experts.shapes:
@@ -111,8 +111,8 @@ def by_its_own_norm(engine, max_norm):
 def broken(folder):
     found = {}
     for name, patch in (
-        ("unscaled", mock.patch.object(Scratch, "clip", unscaled)),
-        ("own norm", mock.patch.object(Scratch, "clip", by_its_own_norm)),
+        ("unscaled", mock.patch.object(ScratchDDP, "clip", unscaled)),
+        ("own norm", mock.patch.object(ScratchDDP, "clip", by_its_own_norm)),
         ("mixed", mock.patch.object(ExpertParallel, "summed_over", lambda _: {})),
     ):
         with patch:
@@ -131,15 +131,10 @@ def test_without_a_part_of_it_the_comparison_notices_and_the_first_loss_does_not
 BALANCED = {"router_aux_loss_coef": 0.5, "max_steps": 2, "eval_steps": 0, "max_eval_samples": 2}
 
 
-def with_the_mean_of_own_losses(loss, batch, engine, share=RouterLoss.share):
+def with_the_mean_of_own_losses(loss, batch, sequences, ranks, share=RouterLoss.share):
     """The mistake: each rank's auxiliary loss from its own choices, and the mean of the ranks' losses."""
-    alone = SimpleNamespace(
-        sum=lambda numbers: numbers,
-        counted_once=engine.counted_once,
-        own_part=engine.own_part,
-        sequences=engine.sequences,
-    )
-    return share(loss, batch, alone) / engine.data_ranks
+    alone = SimpleNamespace(sum=lambda numbers: numbers, own_part=ranks.own_part)
+    return share(loss, batch, sequences, alone) / ranks.data_ranks
 
 
 def balanced(folder):
@@ -196,17 +191,15 @@ def test_what_it_cannot_do_is_refused_in_one_line(given, told):
 
 def test_any_axis_beside_the_data_axis_is_refused_where_the_ranks_are_laid_out():
     config = build(SHARED)
-    engine = Scratch(replace(config, parallel=replace(config.parallel, tensor_parallel_size=2)))
-    engine.num_processes = 4
+    config = replace(config, parallel=replace(config.parallel, tensor_parallel_size=2))
     with pytest.raises(ConfigError, match="among 2 data parallel ranks, and there are 4"):
-        engine.make_grid()
+        ScratchDDP.make_grid(config, 4)
 
 
 def test_experts_are_compared_with_the_ranks_that_hold_the_same_and_all_else_with_all():
-    engine = Scratch(build(SHARED))
-    engine.model = torch.nn.Linear(2, 2)
-    engine.experts = SimpleNamespace(shapes={"weight": torch.Size([4, 2])}, place=1)
-    assert [(part, list(alike)) for part, alike in engine.parameters_by_part()] == [(0, ["bias"]), (1, ["weight"])]
+    stored = ScratchState(SimpleNamespace(part=0), torch.nn.Linear(2, 2))
+    stored.experts = SimpleNamespace(shapes={"weight": torch.Size([4, 2])}, place=1)
+    assert [(part, list(alike)) for part, alike in stored.parameters_by_part()] == [(0, ["bias"]), (1, ["weight"])]
 
 
 def test_the_engine_is_ours_by_default():

@@ -103,13 +103,13 @@ def trained(folder, crash_at=None, **options):
     state = {
         "model": engine.model.state_dict(),
         "optimizer": engine.optimizer.state_dict()["state"],
-        "own": engine.rank_state(),
+        "own": trainer.stored.rank_state(),
     }
     return {
         "losses": watch.losses,
         "evaluations": watch.evaluations,
         "sent": meter.bytes_sent,
-        "weights": {name: tensor.clone() for name, tensor in engine.whole_weights().items()},
+        "weights": {name: tensor.clone() for name, tensor in trainer.stored.whole_weights().items()},
         "own": bits(state),
         "described": engine.describe(),
     }

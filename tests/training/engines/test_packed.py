@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, GradientState
 from course_lib.data.conversations import Answered, Chat
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
-from course_lib.training.engines.base import WholeSequences
+from course_lib.modeling.inputs import WholeSequences
 from tests.long_cases import some
 
 pytestmark = pytest.mark.usefixtures("two_blocks")

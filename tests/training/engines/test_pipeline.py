@@ -75,7 +75,7 @@ def traced(config):
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     trainer.train()
-    weights = {name: tensor.detach().clone() for name, tensor in trainer.engine.whole_weights().items()}
+    weights = {name: tensor.detach().clone() for name, tensor in trainer.stored.whole_weights().items()}
     return {
         "losses": [line["loss"] for line in lines if "loss" in line],
         "norms": [line["gradient_norm"] for line in lines if "loss" in line],

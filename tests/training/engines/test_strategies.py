@@ -74,7 +74,7 @@ def test_without_the_exchange_the_matrix_would_notice(tmp_path, one_process):
 def between_micro_batches(folder, pairs):
     """Bytes of gradients that a rank keeps when a micro-batch is done and another is to come, by pair: as trained, and
     where gradients travel with the last alone."""
-    from course_lib.training.engines.from_scratch import Scratch
+    from course_lib.training.engines.from_scratch import Scratch, ScratchGathered
     from course_lib.training.engines.with_torch import TorchFSDP
 
     kept = {}
@@ -88,7 +88,7 @@ def between_micro_batches(folder, pairs):
         kind.backward = backward
     for way in ("as trained", "with the last alone"):
         if way == "with the last alone":
-            Scratch.accumulating = TorchFSDP.accumulating = lambda self, last: self.wrapped.no_sync()
+            ScratchGathered.accumulating = TorchFSDP.accumulating = lambda self, last: self.wrapped.no_sync()
         for pair in pairs:
             AcceleratorState._reset_state()
             GradientState._reset_state()
@@ -288,7 +288,7 @@ def refusals(folder):
         {"strategy": "fsdp", "engine": "torch", "offload": "parameters"},
     ):
         with pytest.raises(ConfigError) as error:
-            build_engine(parity.task(folder, 1, **options)).connect()
+            build_engine(parity.task(folder, 1, **options))
         said.append(str(error.value))
     return said
 

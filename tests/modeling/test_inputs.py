@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from course_lib.data.collating import Collator
-from course_lib.modeling.masks import padding_known
+from course_lib.modeling import inputs
+from course_lib.modeling.inputs import padding_known
 
 MODELS = {
     "bert": lambda how: BertForMaskedLM(
@@ -92,11 +93,9 @@ def test_a_wrong_word_shows():
 
 
 def test_what_is_known_ends_with_the_block():
-    from course_lib.modeling import masks
-
     with contextlib.suppress(KeyError), padding_known((True,)):
         with padding_known((True, False)):
-            assert masks._has_padding is True
-        assert masks._has_padding is False
+            assert inputs._current.has_padding is True
+        assert inputs._current.has_padding is False
         raise KeyError
-    assert masks._has_padding is None
+    assert inputs._current.has_padding is None

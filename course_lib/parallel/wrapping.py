@@ -1,10 +1,11 @@
-"""What all ranks have to agree on before the first collective, and what must stay as it was when the model was wrapped.
+"""What wrappers of a module check: that ranks agree on it, and that it stays as it was; and hooks that always run.
 
 A collective over tensors that differ in shape hangs, or mixes one parameter's numbers into another's, without a word.
 """
 
+import functools
 import hashlib
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import nn
@@ -101,16 +102,17 @@ class UnchangedModule:
         self._names = names_of(module)
         self._states = self._state()
 
-    def check(self) -> None:
-        """Compare with what was wrapped; no communication.
+    def is_unchanged(self) -> bool:
+        """Compare with what was wrapped; cheap, for each forward, and no communication."""
+        return self._state() == self._states
+
+    def refuse(self) -> None:
+        """Say what has changed.
 
         Raises:
             ModelError: a parameter added, removed, replaced, frozen or unfrozen, or of another shape, dtype or device.
         """
-        states = self._state()
-        if states == self._states:  # in each forward, so that it has to be cheap when all is well
-            return
-        names = names_of(self._module)
+        states, names = self._state(), names_of(self._module)
         for parameter, name in names.items():
             if parameter not in self._names:
                 self._refuse(name, "was replaced" if name in self._names.values() else "was added")
@@ -132,3 +134,27 @@ class UnchangedModule:
             f"parameter `{name}` {what} after the model was wrapped by {self._wrapper}",
             "change the model first, then wrap it",
         )
+
+
+def run_hooks_always(module: nn.Module) -> None:
+    """Let ``module.forward(…)`` do what ``module(…)`` does; to be called when its hooks are in place.
+
+    Python runs hooks in ``__call__`` alone. A model that calls ``layer.forward(…)`` (transformers' SqueezeBERT) would
+    compute with weights that nobody gathered.
+    """
+    own, running = module.forward, [0]
+
+    def enter(*_: Any) -> None:
+        running[0] += 1
+
+    def leave(*_: Any) -> None:
+        running[0] -= 1
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs) if running[0] else module(*args, **kwargs)
+
+    module.register_forward_pre_hook(enter, prepend=True)
+    # Always: a recomputation that stops early, or an error, leaves the forward by an exception.
+    module.register_forward_hook(leave, always_call=True)
+    module.forward = forward  # type: ignore[method-assign]

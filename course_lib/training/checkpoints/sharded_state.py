@@ -1,0 +1,261 @@
+"""Model and optimizer as a run's files hold them, where a rank has only shards of them."""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from course_lib.errors import CheckpointError
+from course_lib.parallel.sharding import Shard, gather_whole, names_of, scatter_whole
+from course_lib.parallel.tensor_parallel import ParameterSplit
+from course_lib.parallel.tensor_plans import TensorParallel
+from course_lib.training.checkpoints import safetensors_tree, sharded
+from course_lib.training.checkpoints.formats import (
+    BUFFERS,
+    MODEL,
+    check_model,
+    device_of_step,
+    is_sharded,
+    whole_optimizer_state,
+)
+from course_lib.training.checkpoints.stored_state import StoredState
+from course_lib.training.checkpoints.tensor_shards import as_runs, enclosing
+from course_lib.training.ranks import Ranks
+
+
+class ShardedState(StoredState):
+    """Writes and reads this rank's shards; an engine's subclass gives ``pieces`` and ``refresh``.
+
+    Args:
+        ranks: of the run.
+        model: whole, before anything is split or sharded.
+        frozen: see :class:`StoredState`.
+
+    Attributes:
+        tensor: how layers are split over tensor-parallel ranks; None where they are whole.
+        shell: the whole model without its weights, where this rank has pieces of it.
+        shards_pieces: whether data parallelism leaves a rank a shard of its pieces, rather than all of them.
+        trained_names: of the trained parameters, in the order of the optimizer's groups.
+        state_shapes: whole shape of every tensor of the state dict.
+        ties: names of second uses of a tied parameter, with the first.
+        names: of the parameters, until the optimizer stands.
+    """
+
+    tensor: TensorParallel | None = None
+    shell: nn.Module | None = None
+    trained_names: list[str]
+
+    def __init__(self, ranks: Ranks, model: nn.Module, frozen: frozenset[str] = frozenset()):
+        super().__init__(ranks, model, frozen)
+        self.shards_pieces = True
+        by_identity: dict[int, str] = {}
+        self.ties: dict[str, str] = {}
+        for name, tensor in model.named_parameters(remove_duplicate=False):
+            first = by_identity.setdefault(id(tensor), name)
+            if first != name:
+                self.ties[name] = first
+        self.state_shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        self.names = names_of(model)
+        self.buffer_names = [
+            name for name in self.state_shapes if name not in self.names.values() and name not in self.ties
+        ]
+
+    def keep_shell(self) -> None:
+        """Keep the model's modules, before its layers are split."""
+        self.shell = without_weights(self.model)
+
+    def is_split(self, tensor: TensorParallel | None = None) -> None:
+        """Take note of the names again, after layers were split: by ``tensor``, or otherwise."""
+        self.tensor, self.names = tensor or self.tensor, names_of(self.model)
+
+    def remember_order(self, optimizer: Optimizer) -> None:
+        """Keep the order in which the optimizer has the parameters, before it is repointed, and let go of them."""
+        self.trained_names = [self.names[p] for group in optimizer.param_groups for p in group["params"]]
+        del self.names  # it would hold every parameter whole, beside the shards that FSDP2 puts in their place
+
+    # --- what an engine says ---
+
+    def pieces(self) -> dict[str, Shard]:
+        """This rank's piece of every parameter, by name, whose data may be overwritten."""
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        """Bring the new contents of the pieces to where forward pass and optimizer read them. A collective call."""
+        raise NotImplementedError
+
+    def stored(self, pieces: Mapping[str, Shard], keep_shape: bool = False) -> Mapping[str, Shard]:
+        """Of some pieces, by ``name`` or ``name/state``, those that this rank stores."""
+        return pieces
+
+    @property
+    def state_owner(self) -> Optimizer:
+        """The optimizer that holds this rank's state."""
+        return self.optimizer
+
+    # --- files ---
+
+    def write(self, folder: Path) -> None:
+        safetensors_tree.save(self.buffers(), folder / BUFFERS)
+
+    def check(self, folder: Path) -> None:
+        if not is_sharded(folder):
+            check_model(safetensors_tree.load(folder / MODEL), self.shapes(), folder)
+
+    def read(self, folder: Path) -> None:
+        if is_sharded(folder):
+            room = self.prepare_optimizer_pieces(sharded.sizes(folder, "optimizer/"))
+            self._load_tensors(
+                {f"model/{name}": piece for name, piece in self._stored_pieces().items()}
+                | {f"optimizer/{name}": piece for name, piece in room.items()},
+                folder,
+            )
+            self._load_buffers(safetensors_tree.load(folder / BUFFERS))
+        else:
+            self.load_whole_weights(safetensors_tree.load(folder / MODEL))
+            whole = self._own_share(whole_optimizer_state(folder, self.trained_names))
+            scatter_whole(whole, self.prepare_optimizer_pieces({key: v.numel() for key, v in whole.items()}))
+        self.refresh()
+
+    def tensors(self) -> dict[str, Shard]:
+        """This rank's pieces of all that a checkpoint stores in pieces, as runs of the whole tensors; collective."""
+        own = {f"model/{name}": piece for name, piece in self.stored(self._stored_pieces()).items()} | {
+            f"optimizer/{name}": piece for name, piece in self.stored(self.optimizer_pieces()).items()
+        }
+        if self.tensor is None:
+            return own
+        held = self.parameters()  # a pipeline has empty pieces of other stages' parameters, too
+        own = {key: piece for key, piece in own.items() if key.split("/")[1] in held}
+        ranks = self.ranks
+        group = ranks.layer_group if self.shards_pieces else ranks.groups.tp
+        return as_runs(own, self.split_of, ranks.groups.tp, group, ranks.device)
+
+    def _load_tensors(self, room: Mapping[str, Shard], folder: Path) -> None:
+        """Fill pieces, by the names of :meth:`tensors`, from the files of any layout; a collective call."""
+        shared = {
+            key: enclosing(*split, self.ranks.grid.tp, self.ranks.place.tp, piece)
+            for key, piece in room.items()
+            if (split := self.split_of(key))
+        }
+        sharded.load({**room, **{key: run for key, (run, _) in shared.items()}}, folder)
+        for key, (run, index) in shared.items():
+            room[key].data.detach().copy_(run.data[index])
+
+    # --- the model ---
+
+    def split_of(self, key: str) -> tuple[ParameterSplit, torch.Size] | None:
+        """How a parameter, or a state ``parameter/state`` of its shape, is shared; None where it is not."""
+        key = key.removeprefix("model/").removeprefix("optimizer/")
+        name, _, state = key.partition("/")
+        if self.tensor is None or name not in self.tensor.splits or state == "step":
+            return None
+        return self.tensor.splits[name], self.state_shapes[name]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(shape) for name, shape in self.state_shapes.items() if name not in self.frozen}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that a state dict holds, the same on every rank."""
+        there = dict(self.model.named_buffers())
+        return {name: there[name] for name in self.buffer_names}
+
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        whole = gather_whole(self.stored(self._stored_pieces(), keep_shape=True), self.ranks.copy_group)
+        if self.tensor is not None:  # the first copies of all pieces are on as many ranks
+            whole = {
+                name: self.tensor.splits[name].whole(tensor.to(self.ranks.device), self.ranks.groups.tp).cpu()
+                if name in self.tensor.splits
+                else tensor
+                for name, tensor in whole.items()
+            }
+        if not self.ranks.is_main:
+            return {}
+        whole |= {name: buffer.detach().cpu() for name, buffer in self.buffers().items()}
+        return whole | {name: whole[first] for name, first in self.ties.items() if name not in self.frozen}
+
+    def load_whole_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        scatter_whole(self._own_share(weights), self._stored_pieces())
+        self._load_buffers(weights)
+        self.refresh()
+
+    def bare_model(self) -> nn.Module:
+        return self.model if self.shell is None else self.shell
+
+    def _stored_pieces(self) -> dict[str, Shard]:
+        """:meth:`pieces` of what a file of the run holds: of all, but for ``frozen``."""
+        return {name: piece for name, piece in self.pieces().items() if name not in self.frozen}
+
+    def _own_share(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of whole tensors, by ``name`` or ``name/state``, this rank's pieces of shared layers; others as they are."""
+        return {
+            key: split[0].piece(tensor, self.ranks.groups.tp) if (split := self.split_of(key)) else tensor
+            for key, tensor in whole.items()
+        }
+
+    def _load_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Copy what is no parameter."""
+        for name, buffer in self.buffers().items():
+            buffer.copy_(values[name])
+
+    # --- the optimizer ---
+
+    def _updated(self) -> dict[str, tuple[Shard, torch.Tensor]]:
+        """The tensor that the optimizer's state is keyed by, beside its piece, for what is trained here.
+
+        It is the piece's own data, or the parameter where the optimizer updates the model's.
+        """
+        keys = {id(tensor) for group in self.state_owner.param_groups for tensor in group["params"]}
+        parameters, updated = self.parameters(), {}
+        for name, piece in self.pieces().items():
+            tensor = piece.data if id(piece.data) in keys else parameters.get(name)
+            if tensor is not None and id(tensor) in keys:
+                updated[name] = piece, tensor
+        return updated
+
+    def optimizer_pieces(self) -> dict[str, Shard]:
+        """This rank's piece of every tensor of optimizer state, by ``parameter/state``."""
+        return {
+            f"{name}/{state}": self.state_piece(piece, value)
+            for name, (piece, key) in self._updated().items()
+            for state, value in sorted(self.state_owner.state.get(key, {}).items())
+        }
+
+    def state_piece(self, piece: Shard, value: torch.Tensor) -> Shard:
+        """A tensor of state as a piece: like its parameter's, or a number that all ranks share."""
+        if value.numel() == piece.data.numel() and value.ndim:
+            return Shard(piece.shape, piece.start, value.view(-1))
+        return Shard(torch.Size([1]), 0, value.view(1))
+
+    def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Shard]:
+        """Room for the optimizer's state before its first step.
+
+        Args:
+            states: number of elements by ``parameter/state``, as a checkpoint holds them.
+        Raises:
+            CheckpointError: state of a parameter that the model does not have.
+        """
+        trained, owner, room = self._updated(), self.state_owner, {}
+        for key, numel in states.items():
+            name, state = key.rsplit("/", 1)
+            if name not in self.state_shapes:
+                raise CheckpointError(
+                    f"the checkpoint holds optimizer state of {name}, which this model has not",
+                    "give the --model it was trained from",
+                )
+            if name not in trained:
+                continue
+            piece, parameter = trained[name]
+            # A number, such as Adam's step, is kept by torch as a scalar; what is as long as the parameter is split.
+            scalar = numel == 1 and state == "step"
+            value = torch.zeros((), device=device_of_step(owner, parameter)) if scalar else torch.zeros_like(parameter)
+            owner.state[parameter][state] = value
+            room[key] = self.state_piece(piece, value)
+        return room
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """The model with parameters that hold nothing: what is left of it to write it down by."""
+    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
+    return copy.deepcopy(model, empty)  # type: ignore[arg-type]
