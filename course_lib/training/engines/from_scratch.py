@@ -187,13 +187,12 @@ class ScratchZero(Scratch):
     stored_class = ScratchState
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.wrapped = (OverlappedZero1 if self.strategy == "zero1" else Zero2)(
-            model,
-            optimizer,
-            group=self.ranks.gradient_group,
-            groups=self.experts.summed_over() if self.experts else None,
-            bucket_bytes=self.config.parallel.bucket_bytes,
-        )
+        group, bucket = self.ranks.gradient_group, self.config.parallel.bucket_bytes
+        groups = self.experts.summed_over() if self.experts else None
+        if self.strategy == "zero1":
+            self.wrapped = OverlappedZero1(model, optimizer, group=group, groups=groups, bucket_bytes=bucket)
+        else:
+            self.wrapped = Zero2(model, optimizer, group=group, groups=groups, bucket_bytes=bucket)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return gradients_of(self.wrapped)
