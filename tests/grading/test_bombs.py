@@ -63,7 +63,7 @@ def graded_bomb(source, sandbox, limits=LIMITS):
     """Its verdict; nothing of it is left."""
     before = set(psutil.Process().children(recursive=True))
     verdict = grade_source(toy_tasks.TOTAL, source, hidden=None, limits=limits, sandbox=sandbox)
-    assert set(psutil.Process().children(recursive=True)) == before
+    assert set(psutil.Process().children(recursive=True)) <= before  # of those some may have ended meanwhile
     return verdict
 
 
