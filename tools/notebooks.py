@@ -70,7 +70,7 @@ def renew_listings(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     for data in (output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])):
         if of := data.get(listing.MIME):
-            data["text/html"] = listing.Listing.named(**of)._repr_html_()
+            data |= listing.Listing.named(**of).as_stored()
     replace(path, nbformat.writes(notebook) + "\n")
 
 

@@ -67,9 +67,9 @@ def _parts(kind: Any) -> set[Any]:
 
 
 def add_config_options(
-    parser: argparse.ArgumentParser, sections: tuple[str, ...], without: Collection[str] = ()
+    parser: argparse.ArgumentParser, sections: Collection[str] = SECTIONS.keys(), without: Collection[str] = ()
 ) -> None:
-    """Add --config and an option for each field of the given sections but those ``without``, with its aliases."""
+    """Add --config and an option for each field of the sections but those ``without``, with its aliases."""
     parser.add_argument(
         "--config",
         action="append",

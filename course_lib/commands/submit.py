@@ -22,20 +22,6 @@ ASK_ABOVE = 10.0
 RENTED = ("sagemaker", "skypilot")
 """Launchers that are told by name which machine to rent."""
 TARGETS = ("sagemaker", "slurm", "torchrun", "accelerate", "skypilot")
-CONFIG_SECTIONS = (
-    "data",
-    "model",
-    "adapter",
-    "optim",
-    "parallel",
-    "communication",
-    "pipeline",
-    "run",
-    "output",
-    "tracking",
-    "monitor",
-    "guard",
-)
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +29,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     _add_job(parser.add_argument_group("the job"))
     _add_account(parser.add_argument_group("the AWS account"))
     _add_how(parser.add_argument_group("how"))
-    add_config_options(parser, CONFIG_SECTIONS)
+    add_config_options(parser)
 
 
 def _add_job(job: "argparse._ArgumentGroup") -> None:

@@ -23,23 +23,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         "--wandb_yaml", type=Path, metavar="FILE", help="write the sweep for `wandb sweep` and run nothing"
     )
     parser.add_argument("--sweep_dir", type=Path, metavar="FOLDER", help="where the runs go [runs/sweeps/NAME]")
-    add_config_options(
-        parser,
-        (
-            "data",
-            "model",
-            "adapter",
-            "optim",
-            "parallel",
-            "communication",
-            "pipeline",
-            "run",
-            "output",
-            "tracking",
-            "monitor",
-            "guard",
-        ),
-    )
+    add_config_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,23 +12,7 @@ HELP = "train a model on one process or many, and score it beside honest baselin
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    add_config_options(
-        parser,
-        (
-            "data",
-            "model",
-            "adapter",
-            "optim",
-            "parallel",
-            "communication",
-            "pipeline",
-            "run",
-            "output",
-            "tracking",
-            "monitor",
-            "guard",
-        ),
-    )
+    add_config_options(parser)
     parser.add_argument(
         "--explain",
         metavar="OPTION",

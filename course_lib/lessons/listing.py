@@ -93,6 +93,10 @@ class Listing(Code):
             link = f"<a href='../{escape(self.path)}#L{self.first}-L{self.last}'>{where}</a>"
         return f"<div style='font-size:13px'>{link}</div><pre style=\"{FRAME}\">{code.rstrip()}</pre>"
 
+    def as_stored(self) -> dict[str, str]:
+        """The outputs that a run leaves in a notebook, by MIME type."""
+        return {"text/html": self._repr_html_(), "text/plain": self.data.rstrip("\n")}
+
     def _repr_latex_(self) -> None:
         """None: nbconvert's own listing serves."""
 
