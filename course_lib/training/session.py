@@ -1,7 +1,7 @@
 """One run on its ranks: engine, data, model, progress and files, as trainer, callbacks and checkpoints share them."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ class Session:
         loaded: model and tokenizer.
         data: tokenized splits; all but ``train`` can be evaluated.
         processor: made ``data``, and makes its batches.
-        callbacks: see :class:`course_lib.training.callbacks.base.Callback`.
 
     Attributes:
         engine: wraps the model and makes the steps, as ``training_type``, ``strategy`` and ``engine`` say.
@@ -80,15 +79,9 @@ class Session:
 
     base: int | None = None
 
-    def __init__(
-        self,
-        config: Config,
-        loaded: LoadedModel,
-        data: ProcessedData,
-        processor: DataProcessor,
-        callbacks: Iterable[Any] = (),
-    ):
-        self.config, self.data, self.callbacks = config, data, list(callbacks)
+    def __init__(self, config: Config, loaded: LoadedModel, data: ProcessedData, processor: DataProcessor):
+        self.config, self.data = config, data
+        self.callbacks: list[Any] = []  # of class Callback, whose hooks take a session
         self.tokenizer, self.source, self.origin = loaded.tokenizer, loaded.source, loaded.base
         self.output_dir, self.task = config.output_dir, data.task
         self.num_labels = len(data.label_names) if data.label_names else None

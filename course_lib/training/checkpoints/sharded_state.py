@@ -37,20 +37,20 @@ class ShardedState(StoredState):
     Attributes:
         tensor: how layers are split over tensor-parallel ranks; None where they are whole.
         shell: the whole model without its weights, where this rank has pieces of it.
-        shards_pieces: whether data parallelism leaves a rank a shard of its pieces, rather than all of them.
         trained_names: of the trained parameters, in the order of the optimizer's groups.
         state_shapes: whole shape of every tensor of the state dict.
         ties: names of second uses of a tied parameter, with the first.
         names: of the parameters, until the optimizer stands.
     """
 
+    shards_pieces = True
+    """Whether data parallelism leaves a rank a shard of its pieces, rather than all of them."""
     tensor: TensorParallel | None = None
     shell: nn.Module | None = None
     trained_names: list[str]
 
     def __init__(self, ranks: Ranks, model: nn.Module, frozen: frozenset[str] = frozenset()):
         super().__init__(ranks, model, frozen)
-        self.shards_pieces = True
         by_identity: dict[int, str] = {}
         self.ties: dict[str, str] = {}
         for name, tensor in model.named_parameters(remove_duplicate=False):
@@ -67,8 +67,8 @@ class ShardedState(StoredState):
         """Keep the model's modules, before its layers are split."""
         self.shell = without_weights(self.model)
 
-    def is_split(self, tensor: TensorParallel | None = None) -> None:
-        """Take note of the names again, after layers were split: by ``tensor``, or otherwise."""
+    def remember_split(self, tensor: TensorParallel | None = None) -> None:
+        """Take note of the names again, after layers were split by ``tensor``, or experts spread."""
         self.tensor, self.names = tensor or self.tensor, names_of(self.model)
 
     def remember_order(self, optimizer: Optimizer) -> None:
@@ -253,6 +253,11 @@ class ShardedState(StoredState):
             owner.state[parameter][state] = value
             room[key] = self.state_piece(piece, value)
         return room
+
+
+def whole_pieces(module: nn.Module) -> dict[str, Shard]:
+    """Each parameter of a module, by its name there, as one piece that is all of it."""
+    return {name: Shard(p.shape, 0, p.detach().view(-1)) for name, p in module.named_parameters()}
 
 
 def without_weights(model: nn.Module) -> nn.Module:

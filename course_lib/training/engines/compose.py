@@ -28,9 +28,7 @@ def keep_low(model: nn.Module, precision: str) -> frozenset[str]:
     return frozen
 
 
-def compose(
-    engine: StepEngine, whole: nn.Module, before_wrapping: Callable[[], None] = lambda: None, *, trains: bool = True
-) -> None:
+def compose(engine: StepEngine, whole: nn.Module, before_wrapping: Callable[[], None], *, trains: bool) -> None:
     """Give a rank its share of a model, ready to train: ``engine.model``, ``engine.wrapped`` and ``engine.optimizer``.
 
     Each step changes what the next one has to see; an axis of one rank changes nothing. Activation checkpointing has

@@ -21,7 +21,7 @@ from course_lib.parallel.sharding import Shard
 from course_lib.parallel.topology import RankGrid
 from course_lib.parallel.zero import OverlappedZero1, Zero2
 from course_lib.parallel.zero3 import Zero3
-from course_lib.training.checkpoints.sharded_state import ShardedState
+from course_lib.training.checkpoints.sharded_state import ShardedState, whole_pieces
 from course_lib.training.checkpoints.stored_state import StoredState
 from course_lib.training.engines.sharded import ShardedEngine, gradients_of
 
@@ -53,12 +53,10 @@ class ScratchState(ShardedState):
 class PiecesState(ScratchState):
     """State of a rank that has whole pieces of split layers, and its own experts."""
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self.shards_pieces = False
+    shards_pieces = False
 
     def own_pieces(self) -> dict[str, Shard]:
-        return {name: Shard(p.shape, 0, p.detach().view(-1)) for name, p in self.parameters().items()}
+        return whole_pieces(self.model)
 
     def refresh(self) -> None:
         pass  # the next forward reads what stands in the pieces
@@ -91,7 +89,7 @@ class Scratch(ShardedEngine):
             self.stored.keep_shell()
             groups = expert_groups(size, self.ranks.grid.lines("dp"))
             self.experts = ExpertParallel(model, groups)  # type: ignore[arg-type]
-            self.stored.is_split()
+            self.stored.remember_split()
             self.stored.experts = self.experts
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:

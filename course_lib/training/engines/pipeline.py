@@ -28,7 +28,7 @@ from course_lib.parallel.topology import RankGrid
 from course_lib.parallel.torch_engines.pipeline import TorchPipeline
 from course_lib.parallel.tp_collectives import SEQUENCE, gather, scatter
 from course_lib.parallel.zero import Zero1
-from course_lib.training.checkpoints.sharded_state import ShardedState
+from course_lib.training.checkpoints.sharded_state import ShardedState, whole_pieces
 from course_lib.training.engines.sharded import ShardedEngine, gradients_of
 from course_lib.training.evaluation import scores_of_rows
 from course_lib.training.loss import summed_loss
@@ -86,11 +86,7 @@ class StagesState(ShardedState):
     def pieces(self) -> dict[str, Shard]:
         """A piece of every parameter of the model: whole for this rank's stages, empty for the others'."""
         device = self.ranks.device
-        local = (
-            self.zero.pieces()
-            if self.zero
-            else {name: Shard(p.shape, 0, p.detach().view(-1)) for name, p in self.model.named_parameters()}
-        )
+        local = self.zero.pieces() if self.zero else whole_pieces(self.model)
         pieces = {name: Shard(shape, 0, torch.empty(0, device=device)) for name, shape in self.all_shapes.items()}
         return pieces | {self.names[self.model.get_parameter(name)]: piece for name, piece in local.items()}
 
@@ -243,7 +239,7 @@ class PipelineEngine(ShardedEngine):
             for tensor in model.parameters():
                 dist.broadcast(tensor.detach(), group=group, group_src=0)
         self.stored.zero, self.stored.shards_pieces = self.zero, self.zero is not None
-        self.score_with(model)
+        self.score_with(model)  # the executors over the stages, of which an evaluation runs the forwards
 
     def score_with(self, model: nn.Module) -> None:
         config, device, self.wrapped = self.config, self.device, model

@@ -43,7 +43,7 @@ class ShardedEngine(StepEngine):
                 sequence=self.config.parallel.sequence_parallel,
                 split_vocabulary=vocabulary % self.ranks.grid.tp == 0,
             )
-            self.stored.is_split(self.tensor)
+            self.stored.remember_split(self.tensor)
 
     def clip_together(
         self, gradients: Mapping[str, torch.Tensor], max_norm: float, copies: Collection[str] = ()

@@ -21,7 +21,7 @@ from course_lib.errors import ConfigError
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.sharding import Shard
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
-from course_lib.training.checkpoints.sharded_state import ShardedState
+from course_lib.training.checkpoints.sharded_state import ShardedState, whole_pieces
 from course_lib.training.engines.accelerate_ddp import ddp_options
 from course_lib.training.engines.sharded import ShardedEngine
 from course_lib.training.unwrapping import take_back_forward
@@ -30,18 +30,13 @@ from course_lib.training.unwrapping import take_back_forward
 class DealtOutState(ShardedState):
     """State of an optimizer that has whole parameters of its own; all ranks have all parameters and gradients."""
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self.shards_pieces = False
+    shards_pieces = False
 
     def refresh(self) -> None:
         pass  # the next forward reads what stands in the pieces
 
     def pieces(self) -> dict[str, Shard]:
-        return {
-            name: Shard(parameter.shape, 0, parameter.detach().view(-1))
-            for name, parameter in self.model.named_parameters()
-        }
+        return whole_pieces(self.model)
 
     @property
     def state_owner(self) -> Optimizer:
