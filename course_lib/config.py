@@ -10,21 +10,19 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from course_lib.config_sections import schedules, service_names
+from course_lib.config_sections import combinations, schedules, service_names
 from course_lib.config_sections.adapters import AdapterConfig, check_adapters
 from course_lib.config_sections.communication import CommunicationConfig, check_communication
-from course_lib.config_sections.context import lengths_to_cut
-from course_lib.config_sections.experts import check_experts
 from course_lib.config_sections.fields import Strict
 from course_lib.config_sections.learning import DataConfig, ModelConfig, OptimConfig, OutputConfig, RunConfig
-from course_lib.config_sections.parallel import ENGINES, ParallelConfig, PipelineConfig
+from course_lib.config_sections.parallel import ParallelConfig, PipelineConfig
+from course_lib.config_sections.sizes import check_ranks, lengths_to_cut
 from course_lib.config_sections.unread import first_unread
 from course_lib.config_sections.watching import TRACKERS, GuardConfig, MonitorConfig, TrackingConfig, check_profile
 from course_lib.errors import ConfigError, near, nearest
@@ -176,55 +174,36 @@ def _validator() -> Any:
 
 
 def _check_together(config: Config) -> Config:
-    """Rules that join two fields."""
-    config = _check_layout(config)
+    """Rules that join two fields; the config with the engine filled in, and lengths that divide."""
+    leaves = flatten(config)
+    engine = config.parallel.engine or combinations.default_engine(leaves)
+    if engine != config.parallel.chosen_engine:
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, engine=engine))
+    leaves["engine"] = engine
+    combinations.check(leaves)
+    check_ranks(config.parallel, config.pipeline, config.run)
+    check_communication(config.communication)
+    check_adapters(config.adapter)
     schedules.arguments(config.optim.lr_scheduler, config.optim.lr_scheduler_kwargs)
     _check_run(config)
-    check_profile(config.monitor, config.run, config.model)
+    check_profile(config.monitor, config.run)
     _check_evaluation(config)
     if config.output.resume_from_checkpoint and config.output.overwrite_output_dir:
         raise ConfigError("resume_from_checkpoint and overwrite_output_dir exclude each other", "keep one of them")
     if config.output.push_to_hub:
         service_names.check_repository(config.output.push_to_hub)
     _check_tracking(config)
-    _check_all_is_read(config)
-    return config
-
-
-def _check_layout(config: Config) -> Config:
-    """Rules of ranks, strategies and engines; the config with the engine filled in, and lengths that divide."""
-    config = _check_tensor(config)
-    run, model = config.run, config.model
-    parallel = check_experts(config.parallel, run, model, config.optim, config.tracking)
-    parallel = check_communication(config.communication, parallel, run)
-    config = dataclasses.replace(config, parallel=parallel, data=lengths_to_cut(parallel, run, config.data, model))
-    if run.training_type == "basic" and (run.num_processes or 1) > 1:
-        raise ConfigError(
-            f"training_type basic runs one process, not num_processes={run.num_processes}",
-            "use --training_type accelerated",
-            cure={"training_type": "accelerated"},
-        )
-    if run.training_type == "pipeline":
-        config = _check_pipeline(config)
-    else:
-        _check_parallel(config)
-    check_adapters(config.adapter, model, config.optim, config.parallel, config.communication, run)
-    return config
+    _check_all_is_read(leaves)
+    return dataclasses.replace(config, data=lengths_to_cut(config.parallel, config.data))
 
 
 def _check_run(config: Config) -> None:
-    """Rules of steps, batches and kernels."""
+    """Rules of steps and batches."""
     run = config.run
     if config.data.streaming and not run.max_steps:
         raise ConfigError(
             "streaming reads files as they are needed, so nobody knows how many steps an epoch has",
             "say how many to make: --max_steps",
-        )
-    if run.device == "cpu" and run.mixed_precision == "fp16":
-        raise ConfigError("mixed_precision fp16 has no use on a CPU", "use bf16 or no, or --device cuda")
-    if run.cpu_kernels == "fast" and config.model.torch_compile:
-        raise ConfigError(
-            "cpu_kernels fast is not for torch_compile, which makes kernels of its own", "leave one of the two out"
         )
     if run.global_batch_size and (run.gradient_accumulation_steps > 1 or run.training_type == "pipeline"):
         raise ConfigError(
@@ -255,9 +234,8 @@ def _check_evaluation(config: Config) -> None:
         )
 
 
-def _check_all_is_read(config: Config) -> None:
+def _check_all_is_read(leaves: Mapping[str, Any]) -> None:
     """Whether the trainer and the engine will read whatever is not as it is by default."""
-    leaves = flatten(config) | {"engine": config.parallel.chosen_engine}
     if unread := first_unread(leaves, {o.name: o.default for o in options()}):
         name, reader = unread
         raise ConfigError(
@@ -281,164 +259,5 @@ def _check_tracking(config: Config) -> None:
         for field_, given in named.items():
             if given is not None:
                 service_names.check(name, field_, given)
-    strategy, engine = config.parallel.strategy, config.parallel.chosen_engine
-    flat = engine in ("deepspeed", "scratch") or config.run.training_type == "pipeline"
-    if tracking.watch in ("gradients", "all") and strategy != "ddp" and flat:
-        raise ConfigError(
-            f"watch {tracking.watch}: the gradients of {strategy} are in flat buffers of the engine {engine}",
-            "use --watch parameters",
-        )
     if tracking.log_predictions and config.data.task != "classification":
         raise ConfigError(f"log_predictions needs classes, and the task is {config.data.task}", "leave it out")
-
-
-def _check_parallel(config: Config) -> None:
-    """Whether an engine carries the strategy out, with these options."""
-    parallel, run = config.parallel, config.run
-    strategy, engine, known = parallel.strategy, parallel.chosen_engine, ENGINES[parallel.strategy]
-    shards = strategy != "ddp"
-    if engine not in known:
-        raise ConfigError(f"engine {engine} has no {strategy}", f"for {strategy} use {', '.join(known)}")
-    if run.training_type == "basic" and shards:
-        raise ConfigError(
-            f"training_type basic runs one process, and {strategy} shares state among several",
-            "use --training_type accelerated",
-        )
-    if shards and config.optim.optimizer in ("adafactor", "muon"):
-        whole = {"adafactor": "rows and columns", "muon": "matrices"}[config.optim.optimizer]
-        raise ConfigError(
-            f"{strategy} cannot shard {config.optim.optimizer}: its update of an element needs whole {whole}",
-            "use --optimizer adamw or sgd, or --strategy ddp",
-        )
-    if parallel.offload != "none" and engine not in ("deepspeed", "accelerate") and strategy != "fsdp":
-        raise ConfigError(
-            f"offload {parallel.offload} is not in engine {engine} with {strategy}",
-            "use --engine deepspeed, or --strategy fsdp --engine torch",
-        )
-    if parallel.offload != "none" and engine == "deepspeed" and config.optim.optimizer != "adamw":
-        # Accelerate would put DeepSpeed's Adam in its place (accelerate.utils.map_pytorch_optim_to_deepspeed).
-        raise ConfigError(
-            f"DeepSpeed steps on the host by AdamW alone, and the optimizer is {config.optim.optimizer}",
-            "use --optimizer adamw, or --strategy fsdp --engine torch",
-        )
-    if parallel.offload == "parameters" and strategy in ("zero1", "zero2"):
-        raise ConfigError(
-            f"{strategy} keeps whole parameters, so they cannot be offloaded",
-            "use --offload optimizer, or --strategy zero3",
-        )
-    if parallel.shard_group_size and (strategy, engine) != ("fsdp", "torch"):
-        raise ConfigError("shard_group_size is for --strategy fsdp --engine torch", "leave it out")
-    if config.output.async_save and not shards:
-        raise ConfigError("async_save is for strategies that shard state", "leave it out, or use zero1 … fsdp")
-
-
-def _check_tensor(config: Config) -> Config:
-    """Rules of layers that several ranks share; the config with the engine filled in, and lengths that divide."""
-    parallel, run, data = config.parallel, config.run, config.data
-    ranks, strategy = parallel.tensor_parallel_size, parallel.strategy
-    if ranks == 1:
-        if parallel.sequence_parallel:
-            raise ConfigError(
-                "sequence_parallel shares tokens among the ranks that share layers, and there are none",
-                "give --tensor_parallel_size too",
-            )
-        return config
-    engine = parallel.engine or "scratch"
-    if run.training_type == "basic":
-        raise ConfigError(
-            f"training_type basic runs one process, and {ranks} are to share each layer",
-            "use --training_type accelerated or pipeline",
-        )
-    if run.num_processes and run.num_processes % ranks:
-        raise ConfigError(
-            f"num_processes {run.num_processes} is no multiple of tensor_parallel_size {ranks}",
-            "choose sizes that divide",
-        )
-    if engine in ("deepspeed", "accelerate") or (engine, strategy, run.training_type) == (
-        "torch",
-        "ddp",
-        "accelerated",
-    ):
-        raise ConfigError(f"engine {engine} has no {strategy} beside tensor_parallel_size", "use --engine scratch")
-    if engine == "torch" and parallel.sequence_parallel and run.training_type != "pipeline":
-        raise ConfigError(
-            "engine torch has parameters of its own, and sequence_parallel sums gradients at the model's",
-            "use --engine scratch",
-        )
-    _check_beside_tensor(config)
-    if parallel.sequence_parallel:
-        multiple = math.lcm(ranks, data.pad_to_multiple_of or 1)
-        if data.has_one_length and data.max_length % ranks:
-            raise ConfigError(
-                f"max_length {data.max_length} is no multiple of tensor_parallel_size {ranks}",
-                "sequence_parallel needs lengths that divide",
-            )
-        data = dataclasses.replace(data, pad_to_multiple_of=multiple)
-    return dataclasses.replace(config, data=data, parallel=dataclasses.replace(parallel, engine=engine))
-
-
-def _check_beside_tensor(config: Config) -> None:
-    """What layers that several ranks share do not go together with."""
-    parallel, run = config.parallel, config.run
-    if parallel.offload != "none" or parallel.shard_group_size:
-        raise ConfigError("offload and shard_group_size are not for tensor_parallel_size", "leave them out")
-    if config.model.torch_compile:
-        raise ConfigError("torch_compile does not know the exchanges of tensor_parallel_size", "leave it out")
-    if config.optim.optimizer in ("adafactor", "muon"):
-        raise ConfigError(
-            f"{config.optim.optimizer} needs whole rows and columns, which tensor_parallel_size divides",
-            "use --optimizer adamw or sgd",
-        )
-    if run.mixed_precision == "fp16":
-        raise ConfigError(
-            "fp16 needs a scaler that knows the ranks of tensor_parallel_size", "use --mixed_precision bf16 or no"
-        )
-    if config.tracking.watch in ("gradients", "all"):
-        raise ConfigError(
-            f"watch {config.tracking.watch}: tensor_parallel_size leaves a rank pieces of gradients",
-            "use --watch parameters",
-        )
-
-
-def _check_pipeline(config: Config) -> Config:
-    """Rules of pipelines; the config with the engine filled in."""
-    parallel, pipeline, run = config.parallel, config.pipeline, config.run
-    if parallel.strategy not in ("ddp", "zero1"):
-        raise ConfigError(
-            f"{parallel.strategy} moves gradients or parameters in every micro-batch of a pipeline",
-            "use --strategy ddp or zero1 among the pipelines, or --training_type accelerated",
-        )
-    if parallel.engine not in (None, "scratch", "torch"):
-        raise ConfigError(f"engine {parallel.engine} has no pipelines here", "use --engine scratch or torch")
-    if parallel.offload != "none" or parallel.shard_group_size:
-        raise ConfigError("offload and shard_group_size are not for pipelines", "leave them out")
-    if config.model.torch_compile:
-        raise ConfigError("torch_compile makes one backward of a stage, which schedules take apart", "leave it out")
-    if config.optim.optimizer == "adafactor":
-        raise ConfigError(
-            "pipelines cannot store adafactor's state, which is not of its parameters' shape",
-            "use --optimizer adamw or sgd",
-        )
-    if config.optim.optimizer == "muon":
-        raise ConfigError(
-            "muon looks for the blocks of a whole model, and a pipeline's stage has some of them",
-            "use --optimizer adamw or sgd",
-        )
-    if run.mixed_precision == "fp16":
-        raise ConfigError("fp16 needs a scaler that knows all stages", "use --mixed_precision bf16 or no")
-    if run.split_batches:
-        raise ConfigError("split_batches is not for pipelines", "give batch_size as rows per pipeline")
-    sizes = pipeline.data_parallel_size, pipeline.pipeline_parallel_size, parallel.tensor_parallel_size
-    if all(sizes) and run.num_processes and math.prod(map(int, filter(None, sizes))) != run.num_processes:
-        shared = f" × tensor_parallel_size {sizes[2]}" if sizes[2] > 1 else ""
-        raise ConfigError(
-            f"data_parallel_size {sizes[0]} × pipeline_parallel_size {sizes[1]}{shared} is not "
-            f"num_processes {run.num_processes}",
-            "leave one of the sizes out",
-        )
-    if pipeline.pipeline_chunks and pipeline.pipeline_chunks > run.batch_size:
-        raise ConfigError(
-            f"batch_size {run.batch_size} cannot be cut into {pipeline.pipeline_chunks} pipeline_chunks",
-            "raise batch_size, or lower pipeline_chunks",
-        )
-    return dataclasses.replace(config, parallel=dataclasses.replace(parallel, engine=parallel.engine or "scratch"))

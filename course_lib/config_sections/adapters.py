@@ -1,14 +1,11 @@
-"""Config section of adapters: what is trained beside frozen weights, and with what that goes together."""
+"""Config section of adapters: what is trained beside frozen weights."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Gt
 
-from course_lib.config_sections.communication import CommunicationConfig
 from course_lib.config_sections.fields import Fraction, Positive, Strict
-from course_lib.config_sections.learning import ModelConfig, OptimConfig, RunConfig
-from course_lib.config_sections.parallel import ParallelConfig
 from course_lib.errors import ConfigError
 
 
@@ -35,57 +32,11 @@ layers of the blocks (QLoRA, arXiv 2305.14314)."""
         return None if self.lora_targets is None else [name.strip() for name in self.lora_targets.split(",")]
 
 
-def check_adapters(
-    adapter: AdapterConfig,
-    model: ModelConfig,
-    optim: OptimConfig,
-    parallel: ParallelConfig,
-    how: CommunicationConfig,
-    run: RunConfig,
-) -> None:
-    """Rules of adapters beside other fields.
+def check_adapters(adapter: AdapterConfig) -> None:
+    """Refuse names of layers that are none.
 
     Raises:
-        ConfigError: something that is not had with them, why, and what to do.
+        ConfigError: an empty name.
     """
-    if adapter.lora_r is None:
-        return
     if adapter.targets is not None and not all(adapter.targets):
         raise ConfigError(f"lora_targets `{adapter.lora_targets}` has an empty name", "give names between commas")
-    if run.training_type == "pipeline":
-        raise ConfigError(
-            "lora_r goes beside layers of a whole model, and a pipeline's ranks have stages of it",
-            "use --training_type accelerated",
-            cure={"training_type": "accelerated"},
-        )
-    for size in ("tensor_parallel_size", "expert_parallel_size"):
-        if getattr(parallel, size) > 1:
-            raise ConfigError(
-                f"lora_r goes beside whole matrices, and {size} leaves a rank pieces of them",
-                f"leave one of the two out, or shard by --strategy fsdp, without {size}",
-            )
-    if how.communication != "all_reduce":
-        raise ConfigError(
-            f"communication {how.communication} is for gradients and weights of a whole "
-            "model, and lora_r leaves a hundredth of them",
-            "leave one of the two out",
-        )
-    if optim.optimizer in ("muon", "adafactor"):
-        raise ConfigError(
-            f"{optim.optimizer} looks at an update's whole matrix, and lora_r trains two factors of it",
-            "use --optimizer adamw or sgd",
-            cure={"optimizer": "adamw"},
-        )
-    if parallel.offload != "none":
-        raise ConfigError(
-            "offload moves the optimizer's state off the GPU, and lora_r leaves next to none",
-            "leave it out; --load_in_4bit and --strategy fsdp make the frozen weights small",
-        )
-    if adapter.load_in_4bit and parallel.chosen_engine == "deepspeed":
-        raise ConfigError(
-            "load_in_4bit keeps weights as bytes, and DeepSpeed casts all parameters to the run's precision",
-            "use --engine torch or scratch",
-            cure={"engine": "torch"},
-        )
-    if adapter.load_in_4bit and model.torch_compile:
-        raise ConfigError("torch_compile cannot see into the unpacking of load_in_4bit", "leave one of the two out")

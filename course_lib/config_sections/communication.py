@@ -1,14 +1,11 @@
 """Config section of what data-parallel ranks say to each other: how often, and how much of it."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Gt, Le
 
 from course_lib.config_sections.fields import Fraction, NotNegative, Positive, Strict
-from course_lib.config_sections.learning import RunConfig
-from course_lib.config_sections.parallel import ParallelConfig
 from course_lib.errors import ConfigError
 
 LOCAL = ("local_sgd", "diloco")
@@ -45,37 +42,16 @@ change, for an outer optimizer (diloco)."""
     """Add what powersgd or topk left out to the next step's gradient, rather than lose it."""
 
 
-def check_communication(how: CommunicationConfig, parallel: ParallelConfig, run: RunConfig) -> ParallelConfig:
-    """Rules of less communication; the parallel section with the engine filled in.
+def check_communication(how: CommunicationConfig) -> None:
+    """Rules of this section's numbers.
 
     Raises:
-        ConfigError: it cannot be had with that trainer, strategy, engine or layout.
+        ConfigError: an overlap that is too long, or blocks that do not fill bytes.
     """
-    name = how.communication
-    if name == "all_reduce":
-        return parallel
-    if run.training_type == "accelerated" and parallel.strategy == "ddp" and parallel.engine is None:
-        parallel = dataclasses.replace(parallel, engine="scratch")
-    wanted = {"training_type": "accelerated", "strategy": "ddp", "engine": "scratch"}
-    given = {"training_type": run.training_type, "strategy": parallel.strategy, "engine": parallel.engine}
-    if given != wanted:
-        raise ConfigError(
-            f"communication {name} is between whole copies of a model: only strategy ddp with engine scratch has it",
-            "use --strategy ddp --engine scratch, or leave it out",
-            cure={option: value for option, value in wanted.items() if given[option] != value},
-        )
-    for option in ("tensor_parallel_size", "expert_parallel_size", "context_parallel_size"):
-        if getattr(parallel, option) > 1:
-            pieces = "a part of its rows" if option == "context_parallel_size" else "pieces"
-            raise ConfigError(
-                f"communication {name} is between whole copies of a model, and {option} leaves a rank {pieces}",
-                "leave one of the two out",
-            )
-    if name == "diloco" and how.diloco_overlap >= how.sync_every:
+    if how.communication == "diloco" and how.diloco_overlap >= how.sync_every:
         raise ConfigError(
             f"diloco_overlap {how.diloco_overlap} is no less than sync_every {how.sync_every}",
             "let a part's change arrive before the next is sent",
         )
-    if name in ("int8", "int4") and how.quantization_block % 2:
+    if how.communication in ("int8", "int4") and how.quantization_block % 2:
         raise ConfigError(f"quantization_block {how.quantization_block} is odd", "use an even number, as 256")
-    return parallel

@@ -74,6 +74,13 @@ READERS = (
     Reader(("bucket_mb",), _has_buckets, "strategies that send gradients in buckets, not blocks"),
     Reader(("ddp_find_unused_parameters",), _by_ddp, "strategy ddp on several ranks, and zero1 with --engine torch"),
     Reader(
+        ("sequence_parallel",),
+        lambda leaves: leaves["tensor_parallel_size"] > 1,
+        "layers that ranks share",
+        "give --tensor_parallel_size too",
+        {"tensor_parallel_size": "2"},
+    ),
+    Reader(
         ("context_parallel",),
         lambda leaves: leaves["context_parallel_size"] > 1,
         "rows that ranks share",

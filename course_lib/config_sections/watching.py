@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 
 from course_lib.config_sections.fields import NotNegative, Positive, Strict
-from course_lib.config_sections.learning import ModelConfig, RunConfig
+from course_lib.config_sections.learning import RunConfig
 from course_lib.errors import ConfigError
 
 TRACKERS = ("jsonl", "trackio", "wandb", "tensorboard")
@@ -90,16 +90,10 @@ of their elements, or of all."""
     """Optimizer steps between two such comparisons; the first is before the first step."""
 
 
-def check_profile(monitor: MonitorConfig, run: RunConfig, model: ModelConfig) -> None:
+def check_profile(monitor: MonitorConfig, run: RunConfig) -> None:
     """Refuse a profile that could not be taken."""
     if not monitor.profile:
         return
-    if model.torch_compile:
-        raise ConfigError(
-            "profile counts PyTorch's operators, which torch_compile replaces by kernels of its own",
-            "leave one of the two out, or record with --profile_steps alone",
-            cure={"profile": None, "profile_steps": str(monitor.profiled_steps)},
-        )
     if monitor.profile_wait < 2:
         raise ConfigError(
             f"profile counts operators in the last two steps that it waits, and profile_wait is {monitor.profile_wait}",

@@ -22,8 +22,9 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 from course_lib import modeling
-from course_lib.config import ENGINES, Config, build
+from course_lib.config import Config, build
 from course_lib.config_sections.learning import DataConfig, ModelConfig
+from course_lib.config_sections.parallel import ENGINES
 from course_lib.data import DataConnector, DataProcessor
 from course_lib.data.processing import ProcessedData
 from course_lib.launching import launch_environment

@@ -1,12 +1,12 @@
 """A model's blocks through ``torch.compile``, each by itself."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
-from course_lib.parallel.blocks import blocks
 
-
-def compile_blocks(model: nn.Module, dynamic: bool | None) -> None:
+def compile_blocks(blocks: Iterable[nn.Module], dynamic: bool | None) -> None:
     """Compile the forward of each block, in place; names and hooks of the modules stay as they are.
 
     To be called before an engine wraps the model. Its gathers, frees and reductions hang on hooks of the blocks, or
@@ -14,11 +14,9 @@ def compile_blocks(model: nn.Module, dynamic: bool | None) -> None:
     of them and the first step waits for one compilation (torchtitan compiles so, too).
 
     Args:
-        model: a transformer, whose blocks :func:`course_lib.parallel.blocks.blocks` finds.
+        blocks: of a transformer, or of a pipeline's stages.
         dynamic: True for graphs that serve any size; None for one that serves the sizes of the first batch, and another
             for any size if others come.
-    Raises:
-        ConfigError: the model has no blocks.
     """
-    for block in blocks(model).values():
+    for block in blocks:
         block.forward = torch.compile(block.forward, dynamic=dynamic)  # type: ignore[method-assign]

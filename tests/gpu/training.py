@@ -3,7 +3,8 @@
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from course_lib.config import ENGINES, build
+from course_lib.config import build
+from course_lib.config_sections.parallel import ENGINES
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.training.checkpoints import checkpoint

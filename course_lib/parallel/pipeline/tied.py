@@ -2,10 +2,12 @@
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from course_lib.parallel.absence import ABSENT, are_absent
 from course_lib.parallel.sharded_gradient import held, put
@@ -38,8 +40,8 @@ def sum_shared_gradients(
         stage = next(stage for stage in names if stage_ranks[stage] == rank)
         weight = stages[stage].get_parameter(names[stage])
         # A holder whose loss did not reach it sends what says so: the others wait for its part.
-        mine = held(weight)  # whole on this rank, also where ZeRO-1 shows the gradient of all ranks
-        own = torch.full_like(weight, ABSENT) if mine is None else mine.contiguous() + 0.0
+        mine = _own_part(held(weight))  # whole on this rank, also where ZeRO-1 shows the gradient of all ranks
+        own = torch.full_like(_own_part(weight), ABSENT) if mine is None else mine.contiguous() + 0.0
         parts = {peer: own if peer == rank else torch.empty_like(own) for peer in holders}
         # --- every holder sends to every other: there are two of them, or few, and no group of theirs is needed ---
         exchange = [
@@ -53,4 +55,17 @@ def sum_shared_gradients(
         # --- add in the order of the ranks, the same everywhere: in another order the last bits would differ, and the
         # copies drift apart. holders times (…) -> (…). What no loss reached has no gradient. ---
         total = functools.reduce(torch.add, [parts[peer].detach() for peer in holders])
-        put(weight, None if mine is None and are_absent([total])[0] else total)
+        put(weight, None if mine is None and are_absent([total])[0] else _as_split(total, weight))
+
+
+def _own_part(tensor: Any) -> Any:
+    """Of what ``fully_shard`` split, this rank's rows, which are the same on all holders; else the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _as_split(part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The gradient of a weight from this rank's part of it."""
+    if not isinstance(weight, DTensor):
+        return part
+    laid_out: dict[str, Any] = {"shape": weight.shape, "stride": weight.stride(), "run_check": False}
+    return DTensor.from_local(part, weight.device_mesh, weight.placements, **laid_out)

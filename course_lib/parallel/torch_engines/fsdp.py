@@ -5,7 +5,9 @@ flat buffer of a unit; what is communicated, and when, is the same.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator
+import functools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from course_lib.errors import ConfigError
 from course_lib.parallel import blocks as partition
-from course_lib.parallel.sharding import check_elementwise, names_of, repoint
+from course_lib.parallel.sharding import Shard, check_elementwise, names_of, repoint
 from course_lib.parallel.wrapping import run_hooks_always
 from course_lib.torch_names import parameter_groups
 
@@ -95,10 +97,10 @@ class TorchFullyShardedDataParallel(nn.Module):
         gradients += [record.unsharded_accumulated_grad for record in records]
         states = [leaf for leaf in tree_leaves(dict(self.optimizer.state)) if isinstance(leaf, Tensor)]
         return {
-            "parameters": [_local(record.sharded_param) for record in records]
+            "parameters": [local(record.sharded_param) for record in records]
             + [buffer for record in records for buffer in record.all_gather_outputs],
-            "gradients": [_local(gradient) for gradient in gradients if gradient is not None],
-            "optimizer states": [_local(tensor) for tensor in states],
+            "gradients": [local(gradient) for gradient in gradients if gradient is not None],
+            "optimizer states": [local(tensor) for tensor in states],
             "communication buffers": [],
         }
 
@@ -117,6 +119,7 @@ def shard_with_torch(
     optimizer: Optimizer,
     *,
     units: Collection[nn.Module] | None = None,
+    apart: Mapping[nn.Module, DeviceMesh] | None = None,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool = True,
     param_dtype: torch.dtype | None = None,
@@ -131,6 +134,8 @@ def shard_with_torch(
         optimizer: over the module's parameters, before its first step; repointed to the ``DTensor``s.
         units: modules that are gathered each by itself; by default the blocks that
             :func:`course_lib.parallel.blocks.blocks` finds. The rest of the model is the root unit.
+        apart: modules within units that only some ranks have alike, such as experts, and those ranks: a module is split
+            over them, and its gradient's sum divided by the number of all ranks of ``mesh``.
         mesh: 1-D, or 2-D (replicate, shard) for HSDP, see :func:`hybrid_mesh`; all ranks by default.
         reshard_after_forward: free a unit after its forward and gather it again for its backward, or keep it.
         param_dtype: of the gathered parameters and of floating-point inputs; by default the parameters' own.
@@ -150,33 +155,93 @@ def shard_with_torch(
             "cpu_offload moves pieces from a GPU to the host, and this model is on the CPU already",
             "leave it out, or run on a GPU",
         )
-    # --- phase 1: which modules are units, and what fully_shard would do wrong without a word ---
+    # --- phase 1: which modules are units ---
     chosen = list(dict.fromkeys(partition.blocks(module).values() if units is None else units))
-    partition.check_disjoint(chosen)
-    _check_not_tied_between(module, chosen)
-    # --- phase 2: all ranks begin alike, which fully_shard leaves to the caller. Along one axis after the other, from
-    # the first rank of each line: after the last axis everybody has what rank 0 had. ---
     mesh = mesh or init_device_mesh("cpu" if filled_later else device.type, (dist.get_world_size(),))
-    for tensor in module.buffers() if filled_later else [*module.parameters(), *module.buffers()]:
-        for axis in range(mesh.ndim):
-            dist.broadcast(tensor.detach(), group=mesh.get_group(axis), group_src=0)
-    # --- phase 3: shard, units before the root: what a unit has taken, the root leaves alone. A parameter (d, …) is now
-    # a DTensor whose local part is (d / N, …). The root stays whole after its forward: backward begins there. ---
     names = names_of(module)  # before: the parameters will be others
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
-    for unit in chosen:
-        fully_shard(
-            unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=offload
-        )
-        run_hooks_always(unit)
-    fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
+    # --- phases 2 and 3: all ranks begin alike, then each keeps its part ---
+    split_in_place(
+        module,
+        chosen,
+        mesh,
+        apart or {},
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+        offload_policy=CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+    )
     if filled_later:  # now there is room to make for a share alone
         module._apply(lambda tensor: torch.empty_like(tensor, device=mesh.device_type) if tensor.is_meta else tensor)
     # --- phase 4: the optimizer's parameters, by name, are the DTensors now ---
     sharded = dict(module.named_parameters())
     repoint(optimizer, {parameter: sharded[name] for parameter, name in names.items()})
     return TorchFullyShardedDataParallel(module, optimizer, mesh)
+
+
+def split_in_place(
+    module: nn.Module,
+    units: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    apart: Mapping[nn.Module, DeviceMesh],
+    *,
+    reshard_after_forward: bool,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+) -> None:
+    """``fully_shard`` for units and what is around them, with what it leaves to its caller.
+
+    Args:
+        module: the root; its parameters become ``DTensor``s. What lies on the meta device has no values yet.
+        units: modules that are gathered each by itself.
+        mesh: see :func:`shard_with_torch`.
+        apart: see :func:`shard_with_torch`.
+        reshard_after_forward: of the units; the root stays whole, as backward begins there.
+        mp_policy: dtypes of computing and reducing.
+        offload_policy: where shards lie.
+    Raises:
+        ConfigError: units that overlap; parameters tied between units.
+    """
+    # --- phase 1: what fully_shard would do wrong without a word ---
+    partition.check_disjoint(units)
+    _check_not_tied_between(module, units)
+    # --- phase 2: all ranks begin alike, which fully_shard leaves to the caller. Along one axis after the other, from
+    # the first rank of each line: after the last axis everybody has what rank 0 had. ---
+    over = {parameter: ranks for part, ranks in apart.items() for parameter in part.parameters()}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        alike = over.get(tensor, mesh)  # type: ignore[call-overload]
+        for axis in range(alike.ndim if not tensor.is_meta else 0):
+            dist.broadcast(tensor.detach(), group=alike.get_group(axis), group_src=0)
+    # --- phase 3: shard, units before the root: what a unit has taken, the root leaves alone. A parameter (d, …) is now
+    # a DTensor whose local part is (d / N, …). ---
+    policies: dict[str, Any] = {"mp_policy": mp_policy, "offload_policy": offload_policy}
+    for part, ranks in apart.items():
+        sharded = fully_shard(part, mesh=ranks, reshard_after_forward=reshard_after_forward, **policies)
+        # Its gradient is the mean over the ranks that have it: what is missing are those that share its layer. (torch's
+        # set_gradient_divide_factor needs a product within a sum, which gloo has not, and divides twice for one rank.)
+        sharded.set_all_reduce_hook(functools.partial(_divide, by=mesh.size() // ranks.size()))
+        run_hooks_always(part)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward, **policies)
+        run_hooks_always(unit)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False, **policies)
+
+
+def _divide(gradient: Tensor, by: int) -> None:
+    gradient /= by
+
+
+def pieces(module: nn.Module) -> dict[str, Shard]:
+    """This rank's piece of every parameter by name, after a module or several in it were split: a run of rows."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()  # after a forward pass without backward the root is still gathered
+    found = {}
+    parameter: Any
+    for name, parameter in module.named_parameters():
+        # Rows are dealt out as torch.chunk does over the last dimension of the mesh: whole chunks, then the rest.
+        mesh, (rows, *row) = parameter.device_mesh, parameter.shape
+        first = min(-(-rows // mesh.shape[-1]) * mesh.get_coordinate()[-1], rows)
+        found[name] = Shard(parameter.shape, first * math.prod(row), parameter.detach().to_local().view(-1))
+    return found
 
 
 def _check_not_tied_between(module: nn.Module, chosen: Collection[nn.Module]) -> None:
@@ -192,5 +257,6 @@ def _check_not_tied_between(module: nn.Module, chosen: Collection[nn.Module]) ->
                 )
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a ``DTensor``; of another tensor, all of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -24,9 +24,12 @@ from course_lib.parallel.pipeline.validation import check
 class TorchPipeline:
     """Runs a table in torch's schedule runtime, with the face of ``PipelineExecutor``.
 
+    Stages that ``fully_shard`` has split over data parallel ranks are gathered before their first action of a step, and
+    their gradients reduced after the last: the runtime adds these actions to the table.
+
     Args:
         schedule: the table; torch adds its own sends and receives.
-        stages: the stages that live on this rank, by number.
+        stages: the stages that live on this rank, by number; each gets a forward hook.
         loss_function: of the last stage's output and targets.
         group: whose rank r runs row r; the default group by default.
         device: of the stages.
@@ -51,6 +54,8 @@ class TorchPipeline:
                 "take the engine scratch, another schedule, or torch 2.12",
             )
         self.table = without_communication(schedule)
+        for module in stages.values():
+            module.register_forward_hook(own_memory)
         self.stages, self.loss_function, self.group = dict(stages), loss_function, group
         self.device = torch.device(device)
         self._engines: dict[tuple, Any] = {}
@@ -82,7 +87,7 @@ class TorchPipeline:
     def _build(self) -> Any:
         # --- phase 1: a stage of torch's for each of ours; it finds out the shapes of messages in its first step ---
         parts = [
-            pipelining.PipelineStage(_WithoutViews(module), stage, self.table.stages, self.device, group=self.group)
+            pipelining.PipelineStage(module, stage, self.table.stages, self.device, group=self.group)
             for stage, module in sorted(self.stages.items())
         ]
         # --- phase 2: its runtime, which walks a table as our executor does. `scale_grads` would divide once more ---
@@ -103,12 +108,6 @@ class TorchPipeline:
         return self.loss_function(output, target) * self._scale
 
 
-class _WithoutViews(nn.Module):
-    """A stage whose outputs own their memory: torch's split backward detaches them in place, which no view allows."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, *inputs: Tensor, **extras: Tensor) -> Any:
-        return tree_map(lambda output: output.clone() if output._is_view() else output, self.module(*inputs, **extras))
+def own_memory(stage: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Forward hook: outputs that own their memory, since torch's split backward detaches them in place."""
+    return tree_map(lambda output: output.clone() if output._is_view() else output, outputs)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from course_lib.errors import CheckpointError
+from course_lib.modeling.experts import ExpertParallel
 from course_lib.parallel.sharding import Shard, gather_whole, names_of, scatter_whole
 from course_lib.parallel.tensor_parallel import ParameterSplit
 from course_lib.parallel.tensor_plans import TensorParallel
@@ -27,7 +28,7 @@ from course_lib.training.ranks import Ranks
 
 
 class ShardedState(StoredState):
-    """Writes and reads this rank's shards; an engine's subclass gives ``pieces`` and ``refresh``.
+    """Writes and reads this rank's shards; an engine's subclass gives ``own_pieces`` and ``refresh``.
 
     Args:
         ranks: of the run.
@@ -36,6 +37,7 @@ class ShardedState(StoredState):
 
     Attributes:
         tensor: how layers are split over tensor-parallel ranks; None where they are whole.
+        experts: how experts are spread over ranks; None where every rank has all.
         shell: the whole model without its weights, where this rank has pieces of it.
         trained_names: of the trained parameters, in the order of the optimizer's groups.
         state_shapes: whole shape of every tensor of the state dict.
@@ -46,6 +48,7 @@ class ShardedState(StoredState):
     shards_pieces = True
     """Whether data parallelism leaves a rank a shard of its pieces, rather than all of them."""
     tensor: TensorParallel | None = None
+    experts: ExpertParallel | None = None
     shell: nn.Module | None = None
     trained_names: list[str]
 
@@ -78,9 +81,21 @@ class ShardedState(StoredState):
 
     # --- what an engine says ---
 
-    def pieces(self) -> dict[str, Shard]:
-        """This rank's piece of every parameter, by name, whose data may be overwritten."""
+    def own_pieces(self) -> dict[str, Shard]:
+        """This rank's piece of every parameter that it computes with, by name, whose data may be overwritten."""
         raise NotImplementedError
+
+    def pieces(self) -> dict[str, Shard]:
+        """The same as pieces of the whole model's parameters, where experts are of all ranks that share them."""
+        own = self.own_pieces()
+        return {name: self.experts.in_whole(name, piece) for name, piece in own.items()} if self.experts else own
+
+    def parameters_by_part(self) -> list[tuple[int, dict[str, torch.Tensor]]]:
+        ((part, parameters),) = super().parameters_by_part()
+        if self.experts is None:
+            return [(part, parameters)]
+        spread = {name: parameters.pop(name) for name in self.experts.shapes}
+        return [(part, parameters), (self.experts.place, spread)]
 
     def refresh(self) -> None:
         """Bring the new contents of the pieces to where forward pass and optimizer read them. A collective call."""

@@ -23,6 +23,10 @@ def engine_class(config: Config) -> type[StepEngine]:
         from course_lib.training.engines.single_process import SingleProcess
 
         return SingleProcess
+    if config.run.training_type == "pipeline" and strategy == "fsdp":
+        from course_lib.training.engines.sharded_pipeline import ShardedPipeline
+
+        return ShardedPipeline
     if config.run.training_type == "pipeline":
         from course_lib.training.engines.pipeline import PipelineEngine
 

@@ -11,11 +11,13 @@ from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.optim import Optimizer
 
-from course_lib.config import Config
-from course_lib.errors import ConfigError, LaunchError
+from course_lib.config import Config, flatten
+from course_lib.config_sections import combinations
+from course_lib.errors import LaunchError
 from course_lib.launching import launch_environment
 from course_lib.modeling.context import ContextParallel
 from course_lib.modeling.inputs import WholeSequences
+from course_lib.parallel.blocks import blocks
 from course_lib.parallel.topology import RankGrid
 from course_lib.training.checkpoints.stored_state import StoredState
 from course_lib.training.engines import process_group
@@ -108,9 +110,9 @@ class StepEngine:
 
     @classmethod
     def refuse(cls, config: Config, device: torch.device, precision: str) -> None:
-        """Raise ConfigError for what the engine cannot do on that device."""
-        if config.parallel.offload != "none" and device.type == "cpu":
-            raise ConfigError("offload moves state off a GPU, and this run is on the CPU", "use --offload none")
+        """Raise ConfigError for what the engine cannot do on that device, which the config may have left open."""
+        here = {"device": device.type, "mixed_precision": precision, "engine": config.parallel.chosen_engine}
+        combinations.check(flatten(config) | here)
 
     @classmethod
     def environment(cls) -> AbstractContextManager[None]:
@@ -136,6 +138,14 @@ class StepEngine:
     def take_part(self, model: nn.Module) -> nn.Module:
         """The part of the model that this process trains: all of it, but in a pipeline."""
         return model
+
+    def blocks(self) -> list[nn.Module]:
+        """The transformer blocks of this process's part of the model.
+
+        Raises:
+            ConfigError: the model has none.
+        """
+        return list(blocks(self.model).values())
 
     def examine(self, model: nn.Module) -> None:
         """Look at this process's part of the model, on its device, before it is compiled and wrapped."""

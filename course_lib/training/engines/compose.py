@@ -58,7 +58,7 @@ def compose(engine: StepEngine, whole: nn.Module, before_wrapping: Callable[[], 
     engine.share_tokens(engine.model)
     # Compiled are the blocks alone, before hooks of data parallelism are around them: a graph would break at each.
     if config.model.torch_compile:
-        compile_blocks(engine.model, dynamic=None if config.data.has_one_length else True)
+        compile_blocks(engine.blocks(), dynamic=None if config.data.has_one_length else True)
     if not trains:
         return engine.score_with(engine.model)
     # The optimizer is made over what is left on this rank, and data parallelism repoints it to its shards of that.

@@ -1,24 +1,16 @@
 """Engines over the course's own data parallelism, ZeRO and FSDP."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from course_lib.config import Config
-from course_lib.errors import ConfigError
-from course_lib.modeling.experts import ExpertParallel
-from course_lib.parallel.clipping import scale_down_, sum_of_squares
 from course_lib.parallel.ddp import Bucket, DataParallel, ReductionHandle, sum_gradients
-from course_lib.parallel.experts import expert_groups
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.sharding import Shard
-from course_lib.parallel.topology import RankGrid
 from course_lib.parallel.zero import OverlappedZero1, Zero2
 from course_lib.parallel.zero3 import Zero3
 from course_lib.training.checkpoints.sharded_state import ShardedState, whole_pieces
@@ -27,30 +19,16 @@ from course_lib.training.engines.sharded import ShardedEngine, gradients_of
 
 
 class ScratchState(ShardedState):
-    """State of an engine whose ``wrapped`` knows its pieces, of experts those of this rank."""
-
-    experts: ExpertParallel | None = None
-
-    def pieces(self) -> dict[str, Shard]:
-        own = self.own_pieces()
-        return {name: self.experts.in_whole(name, piece) for name, piece in own.items()} if self.experts else own
+    """State of an engine whose ``wrapped`` knows its pieces."""
 
     def own_pieces(self) -> dict[str, Shard]:
-        """Pieces of what this rank computes with."""
         return self.wrapped.pieces()
 
     def refresh(self) -> None:
         self.wrapped.refresh()
 
-    def parameters_by_part(self) -> list[tuple[int, dict[str, torch.Tensor]]]:
-        ((part, parameters),) = super().parameters_by_part()
-        if self.experts is None:
-            return [(part, parameters)]
-        spread = {name: parameters.pop(name) for name in self.experts.shapes}
-        return [(part, parameters), (self.experts.place, spread)]
 
-
-class PiecesState(ScratchState):
+class PiecesState(ShardedState):
     """State of a rank that has whole pieces of split layers, and its own experts."""
 
     shards_pieces = False
@@ -63,34 +41,7 @@ class PiecesState(ScratchState):
 
 
 class Scratch(ShardedEngine):
-    """``--engine scratch``: :mod:`course_lib.parallel` around the model; the optimizer is torch's own.
-
-    Attributes:
-        experts: how the experts of a layer are spread over ranks; None where every rank has all.
-    """
-
-    experts: ExpertParallel | None = None
-
-    @classmethod
-    def make_grid(cls, config: Config, processes: int) -> RankGrid:
-        grid = super().make_grid(config, processes)
-        if config.parallel.expert_parallel_size > 1 and grid.dp < processes:
-            raise ConfigError(
-                f"expert_parallel_size shares experts among {grid.dp} data parallel ranks, and there are "
-                f"{processes}: others have the same rows",
-                "leave the other sizes out",
-            )
-        return grid
-
-    def split_layers(self, model: nn.Module) -> None:
-        super().split_layers(model)
-        size = self.config.parallel.expert_parallel_size
-        if size > 1:
-            self.stored.keep_shell()
-            groups = expert_groups(size, self.ranks.grid.lines("dp"))
-            self.experts = ExpertParallel(model, groups)  # type: ignore[arg-type]
-            self.stored.remember_split()
-            self.stored.experts = self.experts
+    """``--engine scratch``: :mod:`course_lib.parallel` around the model; the optimizer is torch's own."""
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self.wrapped.no_sync()
@@ -111,15 +62,6 @@ class Scratch(ShardedEngine):
     def zero_grad(self) -> None:
         self.wrapped.zero_grad()
 
-    def describe(self) -> Mapping[str, Any]:
-        size, told = self.config.parallel.expert_parallel_size, dict(super().describe())
-        if self.experts:
-            told["experts"] = {
-                "expert_parallel_size": size,
-                "expert_data_parallel_size": self.ranks.grid.dp // size,
-            }
-        return told
-
 
 class ScratchDDP(Scratch):
     """The course's DDP: every rank has the whole gradient, but for layers and experts that ranks share."""
@@ -127,15 +69,6 @@ class ScratchDDP(Scratch):
     by_ddp = True
     hook: Callable[[Bucket], ReductionHandle] = staticmethod(sum_gradients)
     """What sums a bucket of gradients."""
-
-    @classmethod
-    def refuse(cls, config: Config, device: torch.device, precision: str) -> None:
-        if precision == "fp16":
-            raise ConfigError(
-                "engine scratch does not scale losses, which fp16 needs",
-                "use --mixed_precision bf16, or --engine torch",
-            )
-        super().refuse(config, device, precision)
 
     @property
     def stored_class(self) -> type[StoredState]:  # type: ignore[override]
@@ -156,18 +89,8 @@ class ScratchDDP(Scratch):
         if self.tensor is not None:
             return self.clip_together(self.gradients(), max_norm)
         if self.experts is not None:
-            return self.clip_with_experts(self.experts, max_norm)
+            return self.clip_with_experts(self.experts, self.gradients(), max_norm)
         return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-
-    def clip_with_experts(self, experts: ExpertParallel, max_norm: float) -> torch.Tensor:
-        """As :meth:`clip`, where each expert counts once: those of all ranks that share them, the rest of this one."""
-        gradients = self.gradients()
-        square = sum_of_squares([grad for name, grad in gradients.items() if name in experts.shapes], self.device)
-        dist.all_reduce(square, group=experts.groups.sharing)
-        square += sum_of_squares([grad for name, grad in gradients.items() if name not in experts.shapes], self.device)
-        norm = square.sqrt()
-        scale_down_(list(gradients.values()), norm, max_norm)
-        return norm
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,14 +11,16 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from course_lib.config import Config
 from course_lib.errors import ConfigError
 from course_lib.modeling.inputs import model_inputs, unpadded_rows
 from course_lib.modeling.stages import Split, cut, parse_spec, shared_weights, split_at, split_evenly
+from course_lib.parallel.blocks import blocks
 from course_lib.parallel.ddp import average_gradients
-from course_lib.parallel.pipeline.actions import I, Schedule
+from course_lib.parallel.pipeline.actions import Schedule
 from course_lib.parallel.pipeline.executor import PipelineExecutor
 from course_lib.parallel.pipeline.fitted.search import uniform
 from course_lib.parallel.pipeline.simulation import Costs, simulate
@@ -85,10 +88,13 @@ class StagesState(ShardedState):
 
     def pieces(self) -> dict[str, Shard]:
         """A piece of every parameter of the model: whole for this rank's stages, empty for the others'."""
-        device = self.ranks.device
-        local = self.zero.pieces() if self.zero else whole_pieces(self.model)
+        device, local = self.ranks.device, self.own_pieces()
         pieces = {name: Shard(shape, 0, torch.empty(0, device=device)) for name, shape in self.all_shapes.items()}
         return pieces | {self.names[self.model.get_parameter(name)]: piece for name, piece in local.items()}
+
+    def own_pieces(self) -> dict[str, Shard]:
+        """Pieces of this rank's stages, by their names there."""
+        return self.zero.pieces() if self.zero else whole_pieces(self.model)
 
     def parameters(self) -> dict[str, Tensor]:
         return {self.names[parameter]: parameter for parameter in self.model.parameters()}
@@ -98,7 +104,7 @@ class StagesState(ShardedState):
 
         With ``keep_shape``, an empty piece stands for each of the others.
         """
-        elsewhere = set(self.all_shapes) if not self.zero and self.ranks.place.dp > 0 else self.copies
+        elsewhere = set(self.all_shapes) if not self.shards_pieces and self.ranks.place.dp > 0 else self.copies
         kept = {}
         for key, piece in pieces.items():
             if key not in elsewhere and key.rpartition("/")[0] not in elsewhere:
@@ -131,10 +137,12 @@ class PipelineEngine(ShardedEngine):
         schedule: the table that every pipeline runs.
         split: where the model is cut.
         stages: of this rank, by number.
+        stage_blocks: the transformer blocks in each of them.
     """
 
     stored_class = StagesState
     has_schedule = True
+    zero: Zero1 | None = None
 
     def __init__(self, config: Config, ranks: Ranks):
         super().__init__(config, ranks)
@@ -159,15 +167,7 @@ class PipelineEngine(ShardedEngine):
 
     def _schedule(self, microbatches: int) -> Schedule:
         pipeline = self.config.pipeline
-        schedule = uniform(pipeline.schedule, self.ranks.grid.pp, microbatches, pipeline.stages_per_rank)
-        splits = any(action.kind == I for row in schedule.rows for action in row)
-        if splits and self.config.model.activation_checkpointing:
-            raise ConfigError(
-                f"{schedule.name} splits the backward, and with activation_checkpointing each half "
-                "would compute the forward again",
-                "use gpipe, 1f1b, interleaved or looped_bfs",
-            )
-        return schedule
+        return uniform(pipeline.schedule, self.ranks.grid.pp, microbatches, pipeline.stages_per_rank)
 
     def split_layers(self, model: nn.Module) -> None:
         """Decide where to cut, while the model is whole and its costs can be counted, and then split its layers.
@@ -197,19 +197,26 @@ class PipelineEngine(ShardedEngine):
 
     def take_part(self, model: nn.Module) -> nn.Module:
         """Cut the model and keep this rank's stages."""
-        stored = self.stored
+        stored, kinds = self.stored, {type(block) for block in blocks(model).values()}
         stored.remember_whole(model)
         self.stages = cut(model, self.split, self.schedule.stages_of(self.ranks.place.pp))
         self.shared = shared_weights(model, self.split)
         if self.tensor is not None and self.config.parallel.sequence_parallel:
             self._whole_between_stages(model)
         own = OwnStages(self.stages)
+        self.stage_blocks = {
+            number: [module for module in stage.modules() if type(module) in kinds]
+            for number, stage in self.stages.items()
+        }
         if not any(parameter.requires_grad for parameter in own.parameters()):
             raise ConfigError(
                 f"the stages of rank {self.ranks.place.pp} have nothing to train", "cut elsewhere with --split_spec"
             )
         stored.names = {parameter: stored.names[parameter] for parameter in own.parameters()}  # the others may go
         return own
+
+    def blocks(self) -> list[nn.Module]:
+        return list(itertools.chain.from_iterable(self.stage_blocks.values()))
 
     def _whole_between_stages(self, model: nn.Module) -> None:
         """Send hidden states whole from stage to stage: a stage makes its masks by their length."""
@@ -232,7 +239,6 @@ class PipelineEngine(ShardedEngine):
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         parallel, group = self.config.parallel, self.ranks.groups.dp
         self.stored.copies = {self.stored.names[parameter] for parameter in self._second_copies()}
-        self.zero: Zero1 | None = None
         if parallel.strategy == "zero1":
             self.zero = Zero1(model, optimizer, group=group, bucket_bytes=parallel.bucket_bytes)
         else:
@@ -243,7 +249,10 @@ class PipelineEngine(ShardedEngine):
 
     def score_with(self, model: nn.Module) -> None:
         config, device, self.wrapped = self.config, self.device, model
-        stages = {number: _InPrecision(stage, self.precision, device) for number, stage in self.stages.items()}
+        stages = {
+            number: stage if isinstance(stage, FSDPModule) else _InPrecision(stage, self.precision, device)
+            for number, stage in self.stages.items()
+        }
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
             return summed_loss(logits, labels, config.data.task, config.optim.label_smoothing_factor)
@@ -287,14 +296,16 @@ class PipelineEngine(ShardedEngine):
 
     def clip(self, max_norm: float) -> Tensor:
         sum_shared_gradients(self.shared, self.stages, self.schedule.stage_ranks, self.ranks.groups.pp)
+        return self.clip_together(self.gradients(), max_norm, self.stored.copies)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's gradients, or shards of them, once they are reduced over the pipelines; by the model's names."""
         names = self.stored.names
         if self.zero:
             whole_name = {name: names[parameter] for name, parameter in self.model.named_parameters()}
-            gradients = {whole_name[name]: gradient for name, gradient in gradients_of(self.zero).items()}
-        else:
-            average_gradients(self.model.parameters(), self.ranks.groups.dp, self.config.parallel.bucket_bytes)
-            gradients = {name: p.grad for p, name in names.items() if p.grad is not None}
-        return self.clip_together(gradients, max_norm, self.stored.copies)
+            return {whole_name[name]: gradient for name, gradient in gradients_of(self.zero).items()}
+        average_gradients(self.model.parameters(), self.ranks.groups.dp, self.config.parallel.bucket_bytes)
+        return {name: p.grad for p, name in names.items() if p.grad is not None}
 
     def update(self) -> None:
         (self.zero or self.optimizer).step()

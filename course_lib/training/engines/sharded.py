@@ -7,31 +7,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.config import Config
-from course_lib.errors import ConfigError
+from course_lib.modeling.experts import ExpertParallel
 from course_lib.parallel.clipping import scale_down_, sum_of_squares
+from course_lib.parallel.experts import expert_groups
 from course_lib.parallel.tensor_plans import TensorParallel
 from course_lib.parallel.zero import Zero1
 from course_lib.training.engines.base import StepEngine
 
 
 class ShardedEngine(StepEngine):
-    """Splits layers over tensor-parallel ranks, and clips where ranks hold parts of the gradient."""
+    """Splits layers and spreads experts over ranks, and clips where ranks hold parts of the gradient."""
 
     needs_group = True
     stored: Any
     """A ``ShardedState``; whole where neither data parallelism nor anything else leaves a rank a part."""
     tensor: TensorParallel | None = None
     """How layers are split over tensor-parallel ranks; None where they are whole."""
-
-    @classmethod
-    def refuse(cls, config: Config, device: torch.device, precision: str) -> None:
-        super().refuse(config, device, precision)
-        if precision == "fp16" and config.parallel.chosen_engine != "deepspeed":
-            raise ConfigError(
-                f"fp16 needs a scaler that knows the shards of {config.parallel.strategy}",
-                "use --mixed_precision bf16, or --engine deepspeed",
-            )
+    experts: ExpertParallel | None = None
+    """How the experts of a layer are spread over ranks; None where every rank has all."""
 
     def split_layers(self, model: nn.Module) -> None:
         if self.ranks.grid.tp > 1:
@@ -44,6 +37,12 @@ class ShardedEngine(StepEngine):
                 split_vocabulary=vocabulary % self.ranks.grid.tp == 0,
             )
             self.stored.remember_split(self.tensor)
+        size = self.config.parallel.expert_parallel_size
+        if size > 1:
+            self.stored.keep_shell()
+            self.experts = ExpertParallel(model, expert_groups(size, self.ranks.grid.lines("dp")))  # type: ignore[arg-type]
+            self.stored.remember_split()
+            self.stored.experts = self.experts
 
     def clip_together(
         self, gradients: Mapping[str, torch.Tensor], max_norm: float, copies: Collection[str] = ()
@@ -72,16 +71,39 @@ class ShardedEngine(StepEngine):
         scale_down_(list(gradients.values()), norm, max_norm)
         return norm
 
+    def clip_with_experts(
+        self, experts: ExpertParallel, gradients: Mapping[str, torch.Tensor], max_norm: float
+    ) -> torch.Tensor:
+        """As :meth:`clip_together`, where ranks have different experts: each counts once.
+
+        Args:
+            experts: the layout.
+            gradients: of this rank, by name: of its experts and of all else, whole or shards of both.
+            max_norm: to clip to.
+        """
+        own = {name: gradient for name, gradient in gradients.items() if name in experts.shapes}
+        alike = [gradient for name, gradient in gradients.items() if name not in own]
+        shards = self.stored.shards_pieces
+        square = sum_of_squares([*own.values(), *(alike if shards else ())], self.device)
+        dist.all_reduce(square, group=None if shards else experts.groups.sharing)
+        if not shards:
+            square += sum_of_squares(alike, self.device)
+        norm = square.sqrt()
+        scale_down_(list(gradients.values()), norm, max_norm)
+        return norm
+
     def describe(self) -> Mapping[str, Any]:
-        if self.tensor is None:
-            return {}
-        return {
-            "tensor": {
-                "tensor_parallel_size": self.ranks.grid.tp,
-                "data_parallel_size": self.ranks.grid.dp,
-                "sequence_parallel": self.config.parallel.sequence_parallel,
+        grid, parallel, told = self.ranks.grid, self.config.parallel, dict[str, Any]()
+        if self.tensor:
+            told["tensor"] = {
+                "tensor_parallel_size": grid.tp,
+                "data_parallel_size": grid.dp,
+                "sequence_parallel": parallel.sequence_parallel,
             }
-        }
+        if self.experts:
+            size = parallel.expert_parallel_size
+            told["experts"] = {"expert_parallel_size": size, "expert_data_parallel_size": grid.dp // size}
+        return told
 
 
 def gradients_of(zero: Zero1) -> dict[str, torch.Tensor]:

@@ -227,8 +227,6 @@ class DeepSpeedZero(ShardedEngine):
                 "DeepSpeed takes the GPUs that it sees, and device is cpu",
                 "hide them with CUDA_VISIBLE_DEVICES= in the environment, or leave out --device",
             )
-        if device.type == "mps":
-            raise ConfigError("DeepSpeed does not run on this GPU", "use --engine torch or --device cpu")
 
     @classmethod
     @contextlib.contextmanager

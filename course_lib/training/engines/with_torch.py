@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import math
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,9 +9,7 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -20,7 +17,7 @@ from course_lib.config import Config
 from course_lib.errors import ConfigError
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.sharding import Shard
-from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch
+from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, local, pieces, shard_with_torch
 from course_lib.training.checkpoints.sharded_state import ShardedState, whole_pieces
 from course_lib.training.engines.accelerate_ddp import ddp_options
 from course_lib.training.engines.sharded import ShardedEngine
@@ -35,7 +32,7 @@ class DealtOutState(ShardedState):
     def refresh(self) -> None:
         pass  # the next forward reads what stands in the pieces
 
-    def pieces(self) -> dict[str, Shard]:
+    def own_pieces(self) -> dict[str, Shard]:
         return whole_pieces(self.model)
 
     @property
@@ -109,21 +106,11 @@ class DTensorState(ShardedState):
     def refresh(self) -> None:
         pass  # the next forward gathers what stands in the pieces
 
-    def pieces(self) -> dict[str, Shard]:
-        for unit in self.model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()  # after a forward pass without backward the root is still gathered
-        pieces = {}
-        parameter: Any
-        for name, parameter in self.model.named_parameters():
-            # Rows are dealt out as torch.chunk does over the last dimension of the mesh: whole chunks, then the rest.
-            mesh, (rows, *row) = parameter.device_mesh, parameter.shape
-            first = min(-(-rows // mesh.shape[-1]) * mesh.get_coordinate()[-1], rows)
-            pieces[name] = Shard(parameter.shape, first * math.prod(row), parameter.detach().to_local().view(-1))
-        return pieces
+    def own_pieces(self) -> dict[str, Shard]:
+        return pieces(self.model)
 
     def state_piece(self, piece: Shard, value: torch.Tensor) -> Shard:
-        return super().state_piece(piece, value.to_local() if isinstance(value, DTensor) else value)
+        return super().state_piece(piece, local(value))
 
 
 class TorchFSDP(ShardedEngine):
@@ -145,12 +132,22 @@ class TorchFSDP(ShardedEngine):
         self.wrapped = shard_with_torch(
             model,
             optimizer,
+            apart=self._experts_apart(),
             mesh=mesh,
             reshard_after_forward=self.strategy != "zero2",
             param_dtype=torch.bfloat16 if low else None,
             reduce_dtype=torch.float32 if low else None,
             cpu_offload=self.config.parallel.offload != "none",
         )
+
+    def _experts_apart(self) -> dict[nn.Module, DeviceMesh]:
+        """This rank's experts of each layer, and the ranks that have the same ones."""
+        if self.experts is None:
+            return {}
+        same = self.experts.groups.same
+        assert same is not None
+        mesh = DeviceMesh.from_group(same, self.device.type)
+        return {layer.experts: mesh for layer in self.experts.layers}
 
     def autocast(self) -> AbstractContextManager:
         return contextlib.nullcontext()  # MixedPrecisionPolicy casts; Accelerate gives its plugin the like
@@ -162,11 +159,11 @@ class TorchFSDP(ShardedEngine):
         (loss * self.ranks.gradient_ranks).backward()  # FSDP2 takes the mean over the ranks
 
     def clip(self, max_norm: float) -> torch.Tensor:
+        gradients = {name: local(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
         if self.tensor is not None:
-            gradients: dict[str, Any] = {
-                name: p.grad for name, p in self.model.named_parameters() if p.grad is not None
-            }
-            return self.clip_together({name: each.to_local() for name, each in gradients.items()}, max_norm)
+            return self.clip_together(gradients, max_norm)
+        if self.experts is not None:
+            return self.clip_with_experts(self.experts, gradients, max_norm)
         return self.wrapped.clip_grad_norm_(max_norm)
 
     def update(self) -> None:
@@ -178,15 +175,6 @@ class TorchFSDP(ShardedEngine):
 
 class AccelerateFSDP(TorchFSDP):
     """FSDP2 through Accelerate's plugin, which takes GPUs alone."""
-
-    @classmethod
-    def refuse(cls, config: Config, device: torch.device, precision: str) -> None:
-        super().refuse(config, device, precision)
-        if device.type == "cpu":
-            raise ConfigError(
-                "Accelerate's FSDP plugin does not know CPU processes and would run DDP in silence",
-                "use --engine torch, which runs the same fully_shard on CPU and GPU",
-            )
 
     @classmethod
     def plugins(cls, config: Config, device: torch.device, precision: str) -> dict[str, Any]:
