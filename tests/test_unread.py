@@ -199,6 +199,7 @@ def test_every_rule_refuses_and_lets_pass():
         "push_to_hub": "x",
         "eval_steps": 0,
         "context_parallel_size": 2,
+        "tensor_parallel_size": 2,
         "lora_r": 8,
         "streaming": True,
     }

@@ -21,7 +21,7 @@ def table(cells: Iterable[parity.Cell]) -> str:
         exact = cell.loss == cell.weight == 0
         shown = "equal to the bit" if exact else f"{cell.loss:.1e} / {cell.weight:.1e}"
         rows.setdefault((cell.strategy, cell.engine), {})[cell.world_size] = shown if cell.agrees else f"**{shown}**"
-    head = "| strategy | engine | " + " | ".join(f"{n} rank{'s' * (n > 1)}" for n in parity.WORLD_SIZES) + " |"
+    head = "| layout | engine | " + " | ".join(f"{n} rank{'s' * (n > 1)}" for n in parity.WORLD_SIZES) + " |"
     lines = [head, "|---" * (2 + len(parity.WORLD_SIZES)) + "|"]
     lines += [
         f"| {strategy} | {engine} | " + " | ".join(by_size.get(n, "–") for n in parity.WORLD_SIZES) + " |"
@@ -33,13 +33,8 @@ def table(cells: Iterable[parity.Cell]) -> str:
 def main() -> None:
     """Measure all cells and rewrite the page's table."""
     with tempfile.TemporaryDirectory() as folder:
-        cells = (
-            parity.matrix(Path(folder) / "whole")
-            + parity.tensor_matrix(Path(folder) / "split")
-            + parity.context_matrix(Path(folder) / "context")
-            + parity.experts_matrix(Path(folder) / "experts")
-        )
-    order = [*parity.PAIRS, *parity.TENSOR, *parity.CONTEXT, *parity.EXPERTS]
+        cells = parity.matrix(Path(folder))
+    order = [*parity.ROWS]
     cells.sort(key=lambda cell: (order.index((cell.strategy, cell.engine)), cell.world_size))
     agreeing = sum(cell.agrees for cell in cells)
     made = f"{table(cells)}\n\n{agreeing} of {len(cells)} cells agree."

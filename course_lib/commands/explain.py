@@ -6,7 +6,10 @@ import typing
 from typing import Any
 
 from course_lib import config_files
-from course_lib.config import Option, option
+from course_lib.config import Option, option, options
+from course_lib.config_sections import combinations
+from course_lib.config_sections.axes import AXES, merged
+from course_lib.config_sections.refusals import Refusal
 from course_lib.config_sections.unread import READERS
 
 BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
@@ -34,6 +37,7 @@ def explained(name: str, width: int) -> str:
         "default": default,
         "read by": "; ".join(readers) if readers else "every run",
         "in YAML": f"{field.section}: {{{field.name}: {_example(field)}}}, or {field.name}: … at the top",
+        **_combinations(field.name),
         "also": ", ".join(f"--{alias}" for alias in aliases),
     }
     lines = [
@@ -49,6 +53,34 @@ def explained(name: str, width: int) -> str:
         if text
     ]
     return "\n".join([f"--{field.name}", *lines])
+
+
+def _combinations(name: str) -> dict[str, str]:
+    """Axes that an option goes together with, by engines, and those that it does not, with the reason."""
+    defaults = {o.name: o.default for o in options()} | {"task": "causal_lm"}
+    shown = (*combinations.RANKS, *combinations.OTHERS)
+    own = [axis for axis in shown if AXES[axis].option == name]
+    runs, refused = [], []
+    for axis in own:
+        by_engines: dict[str, list[str]] = {}
+        by_row: dict[Refusal, list[str]] = {}
+        reasons: dict[Refusal, str] = {}
+        for other in shown:
+            answers = combinations.together(defaults, axis, other)
+            if answers is None or other in own:
+                continue
+            if row := combinations.reason(answers, defaults, axis, other):
+                run = defaults | {"engine": "torch"} | (merged((axis, other)) or {})
+                reasons.setdefault(row, row.error(run).what)
+                by_row.setdefault(row, []).append(AXES[other].word)
+            else:
+                engines = ", ".join(engine for engine, row in answers.items() if row is None)
+                by_engines.setdefault(engines, []).append(AXES[other].word)
+        start = f"{axis}: " if len(own) > 1 else ""
+        runs.append(start + "; ".join(f"{', '.join(words)} ({engines})" for engines, words in by_engines.items()))
+        if by_row:
+            refused.append(start + "; ".join(f"{', '.join(words)}: {reasons[row]}" for row, words in by_row.items()))
+    return {"with": " · ".join(runs), "not with": " · ".join(refused)}
 
 
 def type_of(field: Option) -> str:

@@ -12,7 +12,7 @@ import functools
 import gc
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from course_lib.config_sections.learning import DataConfig, ModelConfig
 from course_lib.config_sections.parallel import ENGINES
 from course_lib.data import DataConnector, DataProcessor
 from course_lib.data.processing import ProcessedData
-from course_lib.launching import launch_environment
 from course_lib.launching.launch import launch
 from course_lib.modeling.loading import LoadedModel
 from course_lib.system.seeding import seed_everything
@@ -40,7 +39,8 @@ STEPS = 8
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 2e-6, 2e-6
 """Largest difference allowed in any step's loss (nats) and in any final weight, in fp32."""
 
-WORLD_SIZES = (1, 2, 4)
+WORLD_SIZES = (1, 2, 4, 8)
+"""Numbers of ranks; 8 are for layouts that take as many."""
 PAIRS = [(strategy, engine) for strategy, engines in ENGINES.items() for engine in engines if engine != "accelerate"]
 """What runs on CPU processes; Accelerate's FSDP plugin takes GPUs alone."""
 
@@ -49,57 +49,90 @@ FROZEN = {"tiny-gpt2": "transformer.wpe.weight"}
 ROUTED = re.compile("olmoe|mixtral")
 """Models trained in float64 here: in float32 a token between two experts takes, about once in ten such runs, the other
 one after the rounding of another order of summation, and all that follows is different."""
-_TWO: dict[str, Any] = {"tensor_parallel_size": 2}
-_STAGES = _TWO | {"training_type": "pipeline", "pipeline_parallel_size": 2, "pipeline_chunks": 2}
-TENSOR: dict[tuple[str, str], dict[str, Any]] = {
-    ("ddp × tensor 2", "scratch"): _TWO,
-    ("zero1 × tensor 2", "torch"): _TWO | {"strategy": "zero1"},
-    ("zero1 × tensor 2", "scratch"): _TWO | {"strategy": "zero1"},
-    ("fsdp × tensor 2", "torch"): _TWO | {"strategy": "fsdp"},
-    ("fsdp × tensor 2", "scratch"): _TWO | {"strategy": "fsdp"},
-    ("pipeline 2 × tensor 2", "torch"): _STAGES,
-    ("pipeline 2 × tensor 2", "scratch"): _STAGES,
-}
-"""What splits single layers too, by name and engine, and its options; torch's ddp has no such layout here."""
 
-CONTEXT: dict[tuple[str, str], dict[str, Any]] = {
-    (f"{strategy} × context {size}, {way}", engine): {
-        "strategy": strategy,
-        "context_parallel_size": size,
-        "context_parallel": way,
-    }
-    for strategy, size, way, engines in (
-        ("ddp", 2, "zigzag", ("torch", "scratch")),
-        ("ddp", 2, "ring", ("scratch",)),
-        ("ddp", 2, "ulysses", ("scratch",)),
-        ("ddp", 2, "allgather", ("scratch",)),
-        ("zero1", 2, "ulysses", ("deepspeed", "torch", "scratch")),
-        ("zero2", 2, "allgather", ("deepspeed", "torch", "scratch")),
-        ("zero3", 2, "zigzag", ("deepspeed", "scratch")),
-        ("fsdp", 2, "ring", ("torch", "scratch")),
-        ("fsdp", 4, "zigzag", ("torch", "scratch")),
-    )
-    for engine in engines
-} | {
-    ("ddp × context 2, zigzag × tensor 2", "scratch"): _TWO | {"context_parallel_size": 2},
-    ("fsdp × context 2, ulysses × tensor 2", "torch"): _TWO
-    | {"strategy": "fsdp", "context_parallel_size": 2, "context_parallel": "ulysses"},
-}
-"""Rows whose tokens ranks share, by name and engine, and their options."""
+Row = tuple[str, str]
+"""Name of a layout, and its engine."""
+Rows = Mapping[Row, Mapping[str, Any]]
+"""Options by row."""
+_STAGES: dict[str, Any] = {"training_type": "pipeline", "pipeline_parallel_size": 2, "pipeline_chunks": 2}
+_MIXTURE: dict[str, Any] = {"model": "tiny-olmoe"}
+_LAYOUTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    *((strategy, engine, {"strategy": strategy}) for strategy, engine in PAIRS),
+    *(
+        (f"{strategy} × tensor 2", engine, {"strategy": strategy, "tensor_parallel_size": 2})
+        for strategy, engine in PAIRS
+        if strategy in ("ddp", "zero1", "fsdp") and engine != "deepspeed" and (strategy, engine) != ("ddp", "torch")
+    ),
+    *(("pipeline 2", engine, _STAGES) for engine in ("torch", "scratch")),
+    ("pipeline 2 × fsdp 2", "torch", _STAGES | {"strategy": "fsdp", "data_parallel_size": 2}),
+    *(("pipeline 2 × tensor 2", engine, _STAGES | {"tensor_parallel_size": 2}) for engine in ("torch", "scratch")),
+    (
+        "pipeline 2 × tensor 2 × fsdp 2",
+        "torch",
+        _STAGES | {"strategy": "fsdp", "data_parallel_size": 2, "tensor_parallel_size": 2},
+    ),
+    *(
+        (
+            f"{strategy} × context {size}, {way}",
+            engine,
+            {"strategy": strategy, "context_parallel_size": size, "context_parallel": way},
+        )
+        for strategy, size, way, engines in (
+            ("ddp", 2, "zigzag", ("torch", "scratch")),
+            ("ddp", 2, "ring", ("scratch",)),
+            ("ddp", 2, "ulysses", ("scratch",)),
+            ("ddp", 2, "allgather", ("scratch",)),
+            ("zero1", 2, "ulysses", ("deepspeed", "torch", "scratch")),
+            ("zero2", 2, "allgather", ("deepspeed", "torch", "scratch")),
+            ("zero3", 2, "zigzag", ("deepspeed", "scratch")),
+            ("fsdp", 2, "ring", ("torch", "scratch")),
+            ("fsdp", 4, "zigzag", ("torch", "scratch")),
+        )
+        for engine in engines
+    ),
+    ("ddp × context 2, zigzag × tensor 2", "scratch", {"context_parallel_size": 2, "tensor_parallel_size": 2}),
+    (
+        "fsdp × context 2, ulysses × tensor 2",
+        "torch",
+        {
+            "strategy": "fsdp",
+            "context_parallel_size": 2,
+            "context_parallel": "ulysses",
+            "tensor_parallel_size": 2,
+        },
+    ),
+    # DeepSpeed's stage 3 wants every rank to call the same modules, and transformers' experts for float64 are called
+    # only where they have tokens.
+    *(
+        (f"{strategy}, mixture of experts", engine, _MIXTURE | {"strategy": strategy})
+        for strategy, engine in PAIRS
+        if (strategy, engine) != ("zero3", "deepspeed")
+    ),
+    *(
+        (f"{strategy} × experts {size}", engine, _MIXTURE | {"strategy": strategy, "expert_parallel_size": size})
+        for strategy, engine in (
+            ("ddp", "scratch"),
+            ("zero1", "scratch"),
+            ("zero2", "scratch"),
+            ("zero3", "torch"),
+            ("fsdp", "torch"),
+        )
+        for size in (2, 4)
+    ),
+)
+ROWS: dict[Row, dict[str, Any]] = {(name, engine): options | {"engine": engine} for name, engine, options in _LAYOUTS}
+"""The matrix, in its order."""
 
-MIXTURE: dict[str, Any] = {"model": "tiny-olmoe"}
-EXPERTS: dict[tuple[str, str], dict[str, Any]] = {
-    (f"{strategy}, mixture of experts", engine): MIXTURE | {"strategy": strategy, "engine": engine}
-    for strategy, engine in PAIRS
-    if (strategy, engine) != ("zero3", "deepspeed")
-} | {
-    (f"{strategy} × experts {size}", "scratch"): MIXTURE | {"strategy": strategy, "expert_parallel_size": size}
-    for strategy in ("ddp", "zero1", "zero2")
-    for size in (2, 4)
-}
-"""A mixture of experts in every way, and its experts spread over ranks, by name and engine, and their options. Without
-DeepSpeed's stage 3: it wants every rank to call the same modules, and transformers' experts for float64 are called only
-where they have tokens."""
+
+def sharing(options: Mapping[str, Any]) -> int:
+    """Ranks that have the same rows."""
+    return math.prod(options.get(f"{axis}_parallel_size", 1) for axis in ("pipeline", "context", "tensor"))
+
+
+def sizes(options: Mapping[str, Any]) -> list[int]:
+    """Numbers of ranks that a layout is compared at: 1 to 4 as far as it fits, or as many as it takes."""
+    least = math.prod(options.get(f"{axis}_parallel_size", 1) for axis in ("data", "expert")) * sharing(options)
+    return [ranks for ranks in WORLD_SIZES if ranks >= least and ranks <= max(4, least)]
 
 
 @dataclass(frozen=True)
@@ -210,17 +243,16 @@ def trace(config: Config) -> Trace:
     return Trace(kept.losses, kept.norms, weights)
 
 
-def traces(folder: Path, world_size: int, pairs: list[tuple[str, str]], **options: Any) -> list[Trace] | None:
-    """Several pairs one after the other on the ranks that are here."""
+def traces(folder: Path, world_size: int, layouts: Rows, *, rows: int = GLOBAL_ROWS, **options: Any) -> list[Trace]:
+    """Several layouts one after the other on the ranks that are here."""
     recorded = []
-    for strategy, engine in pairs:
+    for number, layout in enumerate(layouts.values()):
         AcceleratorState._reset_state()  # the process group stays
         GradientState._reset_state()
-        recorded.append(
-            trace(task(folder / f"{strategy}-{engine}", world_size, strategy=strategy, engine=engine, **options))
-        )
+        copies = world_size // sharing(layout)  # of the model, each with rows of its own
+        recorded.append(trace(task(folder / str(number), copies, rows=rows, **{**options, **layout})))
         gc.collect()
-    return recorded if launch_environment.discover().rank == 0 else None
+    return recorded
 
 
 def compare(actual: Trace, wanted: Trace, strategy: str, engine: str, world_size: int) -> Cell:
@@ -236,41 +268,40 @@ def compare(actual: Trace, wanted: Trace, strategy: str, engine: str, world_size
 
 def matrix(
     folder: Path,
-    world_sizes: tuple[int, ...] = WORLD_SIZES,
-    pairs: list[tuple[str, str]] | None = None,
+    world_sizes: Sequence[int] | None = None,
+    layouts: Rows = ROWS,
     *,
     steps: int = STEPS,
-    model: str = "tiny-gpt2",
-    timeout: float = 300.0,
-    **more: Any,
+    timeout: float = 600.0,
+    **options: Any,
 ) -> list[Cell]:
-    """Every pair at every world size, each against the plain loop on one process.
+    """Every layout on several numbers of ranks, each against the plain loop on one process.
 
     Args:
         folder: for what the runs leave behind.
         world_sizes: numbers of ranks; where one does not divide half of the global batch, ranks and the single process
-            take the next larger batch that it does.
-        pairs: strategies with their engines; all of them by default.
+            take the next larger batch that it does. By default those of :func:`sizes`.
+        layouts: rows of the matrix, or others.
         steps: optimizer steps.
-        model: a causal preset with learned positions, which are frozen.
-        timeout: seconds for the pairs of one world size.
-        more: options of all of them, such as ``lora_r``.
+        timeout: seconds for the layouts of one world size.
+        options: of all runs, such as ``lora_r``.
     """
-    options: dict[str, Any] = {"max_steps": steps, "model": model} | more
+    options = {"max_steps": steps} | options
     alone = functools.cache(
-        lambda rows: trace(task(folder / f"one-{rows}", 1, rows=rows, training_type="basic", **options))
+        lambda rows, model: trace(
+            task(folder / f"one-{rows}-{model}", 1, rows=rows, training_type="basic", **options | {"model": model})
+        )
     )
     cells = []
-    for world_size in world_sizes:
+    for world_size in WORLD_SIZES if world_sizes is None else world_sizes:
         rows = math.lcm(GLOBAL_ROWS, 2 * world_size)  # two micro-batches
-        wanted = alone(rows)
-        # DeepSpeed takes the whole process to itself, so its pairs have ranks of their own.
-        for deepspeed in (False, True):
-            chosen = [pair for pair in pairs or PAIRS if (pair[1] == "deepspeed") == deepspeed]
+        here = {row: layout for row, layout in layouts.items() if world_sizes or world_size in sizes(layout)}
+        for deepspeed in (False, True):  # it takes the whole process to itself
+            chosen = {row: layout for row, layout in here.items() if (row[1] == "deepspeed") == deepspeed}
             if chosen:
                 runs = launch(
                     traces,
-                    folder / f"{world_size}",
+                    folder / f"{world_size}-{deepspeed}",
                     world_size,
                     chosen,
                     rows=rows,
@@ -279,115 +310,7 @@ def matrix(
                     timeout=timeout,
                     device="cpu",
                 )[0]
-                cells += [compare(run, wanted, *pair, world_size) for run, pair in zip(runs, chosen, strict=True)]
+                for row, run in zip(chosen, runs, strict=True):
+                    wanted = alone(rows, chosen[row].get("model", options.get("model", "tiny-gpt2")))
+                    cells.append(compare(run, wanted, *row, world_size))
     return cells
-
-
-def tensor_matrix(
-    folder: Path, world_sizes: tuple[int, ...] = (2, 4), *, steps: int = STEPS, timeout: float = 300.0
-) -> list[Cell]:
-    """What splits layers over two ranks, against the plain loop on one process; pipelines of it take four ranks."""
-    wanted = trace(task(folder / "one", 1, training_type="basic", max_steps=steps))
-    cells = []
-    for world_size in world_sizes:
-        rows = {
-            row: options | {"engine": row[1], "max_steps": steps}
-            for row, options in TENSOR.items()
-            if world_size >= 2 * options.get("pipeline_parallel_size", 1)
-        }
-        runs = launch(
-            _shared_traces,
-            folder / f"{world_size}",
-            world_size,
-            rows,
-            num_processes=world_size,
-            timeout=timeout,
-            device="cpu",
-        )[0]
-        cells += [compare(run, wanted, *row, world_size) for run, row in zip(runs, rows, strict=True)]
-    return cells
-
-
-def context_matrix(
-    folder: Path, world_sizes: tuple[int, ...] = (2, 4), *, steps: int = STEPS, timeout: float = 600.0
-) -> list[Cell]:
-    """Rows whose tokens ranks share, against the plain loop on one process, on as many ranks as share them, or more."""
-    wanted = trace(task(folder / "one", 1, training_type="basic", max_steps=steps))
-    cells = []
-    for world_size in world_sizes:
-        for deepspeed in (False, True):  # it takes the whole process to itself
-            chosen = {
-                row: options | {"engine": row[1], "max_steps": steps}
-                for row, options in CONTEXT.items()
-                if (row[1] == "deepspeed") == deepspeed and world_size >= sharing(options)
-            }
-            if chosen:
-                runs = launch(
-                    _shared_traces,
-                    folder / f"{world_size}-{deepspeed}",
-                    world_size,
-                    chosen,
-                    num_processes=world_size,
-                    timeout=timeout,
-                    device="cpu",
-                )[0]
-                cells += [compare(run, wanted, *row, world_size) for run, row in zip(runs, chosen, strict=True)]
-    return cells
-
-
-def sharing(options: Mapping[str, Any]) -> int:
-    """Ranks that have the same rows."""
-    return math.prod(options.get(f"{axis}_parallel_size", 1) for axis in ("pipeline", "context", "tensor"))
-
-
-def experts_matrix(
-    folder: Path,
-    world_sizes: tuple[int, ...] = WORLD_SIZES,
-    *,
-    rows: Mapping[tuple[str, str], dict[str, Any]] = EXPERTS,
-    steps: int = STEPS,
-    timeout: float = 600.0,
-) -> list[Cell]:
-    """A mixture of experts against the plain loop on one process; spread ones on as many ranks, or more."""
-    wanted = trace(task(folder / "one", 1, training_type="basic", max_steps=steps, **MIXTURE))
-    cells = []
-    for world_size in world_sizes:
-        for deepspeed in (False, True):  # it takes the whole process to itself
-            chosen = {
-                row: options | {"max_steps": steps}
-                for row, options in rows.items()
-                if (row[1] == "deepspeed") == deepspeed and world_size >= options.get("expert_parallel_size", 1)
-            }
-            if chosen:
-                runs = launch(
-                    _traces_of,
-                    folder / f"{world_size}-{deepspeed}",
-                    world_size,
-                    chosen,
-                    num_processes=world_size,
-                    timeout=timeout,
-                    device="cpu",
-                )[0]
-                cells += [compare(run, wanted, *row, world_size) for run, row in zip(runs, chosen, strict=True)]
-    return cells
-
-
-def _traces_of(folder: Path, world_size: int, rows: dict[tuple[str, str], dict[str, Any]]) -> list[Trace]:
-    recorded = []
-    for number, options in enumerate(rows.values()):
-        AcceleratorState._reset_state()  # the process group stays
-        GradientState._reset_state()
-        recorded.append(trace(task(folder / str(number), world_size, **options)))
-        gc.collect()
-    return recorded
-
-
-def _shared_traces(folder: Path, world_size: int, rows: dict[tuple[str, str], dict[str, Any]]) -> list[Trace]:
-    recorded = []
-    for number, options in enumerate(rows.values()):
-        AcceleratorState._reset_state()  # the process group stays
-        GradientState._reset_state()
-        copies = world_size // sharing(options)  # of the model, each with rows of its own
-        recorded.append(trace(task(folder / str(number), 1, **options, batch_size=GLOBAL_ROWS // 2 // copies)))
-        gc.collect()
-    return recorded

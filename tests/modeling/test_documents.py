@@ -9,6 +9,7 @@ from course_lib.data.collating import IGNORE, Collator
 from course_lib.modeling import presets
 from course_lib.modeling.inputs import model_inputs, padding_known
 from course_lib.modeling.recomputing import recompute_activations
+from course_lib.parallel.blocks import blocks
 from course_lib.training.compiling import compile_blocks
 from course_lib.training.cpu_kernels import use_fast_kernels
 from tests.long_cases import some
@@ -98,7 +99,7 @@ def recomputed(model):
 
 
 def compiled(model):
-    compile_blocks(model, dynamic=True)
+    compile_blocks(blocks(model).values(), dynamic=True)
 
 
 WAYS = {"recomputed": recomputed, "fast kernels": use_fast_kernels, "compiled": compiled}

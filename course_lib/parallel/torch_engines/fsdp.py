@@ -234,14 +234,14 @@ def pieces(module: nn.Module) -> dict[str, Shard]:
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()  # after a forward pass without backward the root is still gathered
-    found = {}
+    runs = {}
     parameter: Any
     for name, parameter in module.named_parameters():
         # Rows are dealt out as torch.chunk does over the last dimension of the mesh: whole chunks, then the rest.
         mesh, (rows, *row) = parameter.device_mesh, parameter.shape
         first = min(-(-rows // mesh.shape[-1]) * mesh.get_coordinate()[-1], rows)
-        found[name] = Shard(parameter.shape, first * math.prod(row), parameter.detach().to_local().view(-1))
-    return found
+        runs[name] = Shard(parameter.shape, first * math.prod(row), parameter.detach().to_local().view(-1))
+    return runs
 
 
 def _check_not_tied_between(module: nn.Module, chosen: Collection[nn.Module]) -> None:

@@ -178,6 +178,7 @@ def test_the_trained_folder_is_one_for_peft_and_for_evaluate(finished):
                 "max_length": 24,
                 "training_type": "basic",
                 "device": "cpu",
+                "mixed_precision": "no",
             }
         ),
         "test",
@@ -254,24 +255,9 @@ def test_a_base_that_is_gone_is_named(finished, tmp_path):
         load_trained(folder, "classification")
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"training_type": "pipeline"}, "pipeline's ranks have stages"),
-        ({"tensor_parallel_size": 2}, "pieces of them"),
-        ({"expert_parallel_size": 2}, "pieces of them"),
-        ({"optimizer": "muon"}, "two factors"),
-        ({"strategy": "ddp", "communication": "diloco"}, "a hundredth"),
-        ({"lora_targets": "a,,b"}, "has an empty name"),
-        ({"strategy": "fsdp", "offload": "parameters"}, "leaves next to none"),
-        ({"strategy": "zero1", "engine": "deepspeed", "load_in_4bit": True}, "DeepSpeed casts"),
-        ({"torch_compile": True, "load_in_4bit": True}, "cannot see into"),
-    ],
-)
-def test_what_adapters_do_not_go_with_is_refused(given, told):
-    with pytest.raises(ConfigError, match=told) as error:
-        build({"lora_r": 8} | given)
-    assert "\n" not in str(error.value)
+def test_names_of_layers_are_none_too_few():
+    with pytest.raises(ConfigError, match="has an empty name"):
+        build({"lora_r": 8, "lora_targets": "a,,b"})
 
 
 def test_an_adapter_is_merged_into_a_model_that_transformers_loads(finished, tmp_path, capsys):
@@ -306,6 +292,7 @@ def test_beside_four_bits_what_was_trained_is_what_is_merged(tmp_path):
         "max_length": 24,
         "training_type": "basic",
         "device": "cpu",
+        "mixed_precision": "no",
     }
     for path in (folder, tmp_path / "whole"):
         scores = runs.evaluate(build(data | {"model": str(path)}), "test")

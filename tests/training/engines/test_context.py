@@ -243,17 +243,11 @@ TWO = {"task": "causal_lm", "model": "tiny-llama", "max_length": 32, "context_pa
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"training_type": "basic"}, "training_type basic runs one process, and 2 are to share each row"),
-        ({"training_type": "pipeline"}, "pipelines send whole rows from stage to stage"),
         ({"num_processes": 3}, "num_processes 3 is no multiple of context_parallel_size 2"),
         (
             {"num_processes": 6, "tensor_parallel_size": 2},
             "num_processes 6 is no multiple of context_parallel_size 2 × tensor_parallel_size 2",
         ),
-        ({"task": "classification"}, "classification reads one of a row"),
-        ({"expert_parallel_size": 2, "model": "tiny-olmoe"}, "expert_parallel_size shares experts among ranks with"),
-        ({"communication": "int8"}, "and context_parallel_size leaves a rank a part of its rows"),
-        ({"torch_compile": True}, "torch_compile does not know the exchanges of context_parallel_size: leave it out"),
         (
             {"max_length": 30},
             "max_length 30 cannot be cut into 4 equal chunks, as context_parallel zigzag on 2 ranks does",

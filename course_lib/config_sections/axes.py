@@ -1,0 +1,110 @@
+"""The choices of a run that may not go together: axes along which ranks share a model, and what has to know of them."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from course_lib.config_sections.parallel import ENGINES
+from course_lib.config_sections.unread import Leaves
+
+WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved", "looped_bfs")
+"""Schedules that make a stage's backward in one go."""
+
+
+BY_VALUE = ("training_type", "strategy", "engine", "optimizer", "mixed_precision")
+"""Options of which several values are axes."""
+
+
+class Axis(NamedTuple):
+    """One choice.
+
+    Attributes:
+        options: that choose it, the telling one last.
+        chosen: whether a run has it.
+    """
+
+    options: Mapping[str, Any]
+    chosen: Callable[[Leaves], bool]
+
+    @property
+    def option(self) -> str:
+        """Name of the option that chooses it."""
+        return [*self.options][-1]
+
+    @property
+    def word(self) -> str:
+        """What a sentence calls it: the option, or its value where other values are axes too."""
+        return self.options[self.option] if self.option in BY_VALUE else self.option
+
+
+def _value(name: str, *values: Any) -> Axis:
+    """An axis that some values of an option choose; the first is the example."""
+    return Axis({name: values[0]}, lambda leaves: leaves[name] in values)
+
+
+def _ranks(name: str) -> Axis:
+    """An axis along which several ranks lie."""
+    return Axis({name: 2}, lambda leaves: leaves[name] > 1)
+
+
+def _anything(name: str, **example: Any) -> Axis:
+    """An axis that every value of an option chooses, but for none and false."""
+    return Axis(example, lambda leaves: leaves[name] not in (None, False))
+
+
+AXES: dict[str, Axis] = {
+    "basic": _value("training_type", "basic"),
+    "accelerated": _value("training_type", "accelerated"),
+    "pipeline": _value("training_type", "pipeline"),
+    "ddp": Axis(
+        {"strategy": "ddp"}, lambda leaves: (leaves["training_type"], leaves["strategy"]) == ("accelerated", "ddp")
+    ),
+    "zero1": _value("strategy", "zero1"),
+    "zero2": _value("strategy", "zero2"),
+    "zero3": _value("strategy", "zero3"),
+    "fsdp": _value("strategy", "fsdp"),
+    "torch": _value("engine", "torch"),
+    "scratch": _value("engine", "scratch"),
+    "deepspeed": _value("engine", "deepspeed"),
+    "accelerate": _value("engine", "accelerate"),
+    "tensor": _ranks("tensor_parallel_size"),
+    "sequence": _anything("sequence_parallel", tensor_parallel_size=2, sequence_parallel=True),
+    "context": _ranks("context_parallel_size"),
+    "experts": _ranks("expert_parallel_size"),
+    "communication": Axis({"communication": "int8"}, lambda leaves: leaves["communication"] != "all_reduce"),
+    "groups": _anything("shard_group_size", shard_group_size=2),
+    "offload": _value("offload", "optimizer", "parameters"),
+    "offload_parameters": _value("offload", "parameters"),
+    "compile": _value("torch_compile", True),
+    "checkpointing": _value("activation_checkpointing", True),
+    "fp16": _value("mixed_precision", "fp16"),
+    "lora": _anything("lora_r", lora_r=8),
+    "4bit": _anything("load_in_4bit", lora_r=8, load_in_4bit=True),
+    "sgd": _value("optimizer", "sgd"),
+    "adafactor": _value("optimizer", "adafactor"),
+    "muon": _value("optimizer", "muon"),
+    "watch": Axis({"tracker": "jsonl", "watch": "gradients"}, lambda leaves: leaves["watch"] in ("gradients", "all")),
+    "async_save": _value("async_save", True),
+    "split_backward": Axis(
+        {"training_type": "pipeline", "schedule": "zb_h1"},
+        lambda leaves: leaves["training_type"] == "pipeline" and leaves["schedule"] not in WHOLE_BACKWARD,
+    ),
+    "split_batches": _value("split_batches", True),
+    "classification": _value("task", "classification"),
+    "fast_kernels": _value("cpu_kernels", "fast"),
+    "profile": _value("profile", True),
+    "cpu": _value("device", "cpu"),
+    "mps": _value("device", "mps"),
+}
+"""Every choice by its name in :data:`REFUSALS`. ``ddp`` is that of the accelerated trainer: between pipelines it is no
+wrapper, only a sum of gradients."""
+
+
+def merged(axes: Iterable[str]) -> dict[str, Any] | None:
+    """Options that choose several axes, and a strategy that the engine has; None where two are values of one option."""
+    options: dict[str, Any] = {}
+    for axis in axes:
+        for name, value in AXES[axis].options.items():
+            if options.setdefault(name, value) != value:
+                return None
+    known = [strategy for strategy, engines in ENGINES.items() if options.get("engine", engines[0]) in engines]
+    return {"strategy": known[0]} | options if "engine" in options else options

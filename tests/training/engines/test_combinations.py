@@ -1,0 +1,98 @@
+"""Every pair of axes that no row of the table refuses, on real ranks, beside one process: by each engine."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from course_lib.config import options
+from course_lib.config_sections import combinations
+from course_lib.config_sections.axes import AXES
+from course_lib.config_sections.parallel import ENGINES
+from course_lib.launching.launch import launch
+from course_lib.lessons import parity
+from tests.forked_process import import_deepspeed
+
+pytestmark = pytest.mark.usefixtures("two_blocks")
+
+DEFAULTS = {o.name: o.default for o in options()}
+ALONE = ("compile", "checkpointing", "lora", "4bit", "sgd", "adafactor", "muon", "watch", "async_save")
+"""Beside an axis of ranks; two of them are no matter of ranks."""
+RANKS = ("pipeline", "zero1", "zero2", "zero3", "fsdp", "tensor", "sequence", "context", "experts", "communication")
+OF_THE_UPDATE = ("lora_r", "load_in_4bit", "optimizer", "adam_epsilon")
+"""Options that one process needs too, to be compared with."""
+LOSSY = 1e-2
+"""Difference of a loss where gradients travel in eight bits."""
+SOME = (("pipeline", "fsdp"), ("fsdp", "experts"), ("tensor", "compile"), ("pipeline", "compile"), ("zero3", "4bit"))
+"""In `make test`."""
+
+
+def cases():
+    """By pair and engine, the options of a run; 4 ranks for two axes of ranks, where each needs its own."""
+    found = {}
+    for pair in [*itertools.combinations(RANKS, 2), *itertools.product(RANKS, ALONE)]:
+        for engine, row in (combinations.together(DEFAULTS, *pair) or {}).items():
+            if row is None and engine != "accelerate":
+                found[pair, engine] = layout(pair, engine)
+    return found
+
+
+def layout(pair, engine):
+    given = {name: value for axis in pair for name, value in AXES[axis].options.items()} | {"engine": engine}
+    if "strategy" not in given:
+        runs = (
+            strategy
+            for strategy in ENGINES
+            if engine in ENGINES[strategy]
+            and combinations.refusal({**DEFAULTS, **given, "strategy": strategy, "task": "causal_lm"}) is None
+        )
+        given["strategy"] = next(runs)
+    if "pipeline" in pair:
+        given |= {"pipeline_parallel_size": 2, "pipeline_chunks": 2}
+    if "experts" in pair:
+        given["model"] = "tiny-olmoe"
+    if given.get("optimizer") in ("sgd", "adafactor"):
+        given["adam_epsilon"] = DEFAULTS["adam_epsilon"]  # the task's is for Adam
+    return given
+
+
+def walk(folder, world_size, chosen):
+    """The traces of some cases; compiled blocks are traced and differentiated, without Inductor's code."""
+    real = torch.compile
+    torch.compile = functools.partial(real, backend="aot_eager")
+    torch._dynamo.reset()
+    return parity.traces(folder, world_size, chosen, max_steps=2)
+
+
+@pytest.mark.parametrize(
+    "pairs", [SOME, pytest.param(None, marks=[pytest.mark.long, pytest.mark.timeout(3600)])], ids=["some", "all"]
+)
+def test_every_pair_that_is_not_refused_trains_as_one_process_does(tmp_path, pairs):
+    import_deepspeed()
+    chosen = {case: given for case, given in cases().items() if pairs is None or case[0] in pairs}
+    assert {pair for pair, _ in chosen} >= set(SOME)
+
+    @functools.cache
+    def alone(model, update):
+        given = {"training_type": "basic", "model": model, "max_steps": 2} | dict(update)
+        return parity.trace(parity.task(tmp_path / f"one-{hash((model, update))}", 1, **given))
+
+    wrong = []
+    for deepspeed, world_size in itertools.product((False, True), (2, 4)):
+        here = {
+            case: given
+            for case, given in chosen.items()
+            if (case[1] == "deepspeed") == deepspeed and (4 if set(case[0]) <= set(RANKS) else 2) == world_size
+        }
+        if not here:
+            continue
+        name = f"{world_size}-{deepspeed}"
+        traces = launch(walk, tmp_path / name, world_size, here, num_processes=world_size, timeout=3000)[0]
+        for (pair, engine), found in zip(here, traces, strict=True):
+            given = here[pair, engine]
+            wanted = alone(given.get("model", "tiny-gpt2"), tuple((n, given[n]) for n in OF_THE_UPDATE if n in given))
+            cell = parity.compare(found, wanted, " × ".join(pair), engine, world_size)
+            if not (cell.loss < LOSSY if "communication" in pair else cell.agrees):
+                wrong.append(cell)
+    assert wrong == []
