@@ -33,6 +33,7 @@ OF_ALL = {
     "test_slices.py": "which tests a part of them has",
     "test_types.py": "the whole library, by mypy",
     "test_shown_commands.py": "what README and lessons tell users to type",
+    "training/engines/test_combinations.py": "every pair of options that the table lets pass",
     "book/test_every_page.py": "the book that was built",
     "book/test_in_a_browser.py": "the same in a browser",
     "book/test_pictures.py": "how the pages look",

@@ -95,8 +95,8 @@ AXES: dict[str, Axis] = {
     "cpu": _value("device", "cpu"),
     "mps": _value("device", "mps"),
 }
-"""Every choice by its name in :data:`REFUSALS`. ``ddp`` is that of the accelerated trainer: between pipelines it is no
-wrapper, only a sum of gradients."""
+"""Every choice, by its name in the table of refusals. ``ddp`` is that of the accelerated trainer: between pipelines it
+is no wrapper, only a sum of gradients."""
 
 
 def merged(axes: Iterable[str]) -> dict[str, Any] | None:

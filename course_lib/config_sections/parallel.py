@@ -28,7 +28,8 @@ class ParallelConfig(Strict):
 parameters too (zero3, fsdp)."""
     engine: Literal["deepspeed", "torch", "scratch", "accelerate"] | None = None
     """Whose code does it: DeepSpeed, torch, this course's own, or Accelerate's plugin (fsdp, GPUs); default: \
-deepspeed for zero, scratch for pipelines, tensor parallelism and less communication, else torch."""
+deepspeed for zero, else torch; in pipelines, beside shared layers or experts and for less communication scratch, if \
+that has the strategy."""
     bucket_mb: Annotated[float, Gt(0)] | None = None
     """Gradients that travel together, in MiB; default: 25, and for DeepSpeed its own 500 million elements, or an \
 eighth of a smaller model."""

@@ -8,9 +8,11 @@ import math
 import shlex
 from typing import Any
 
+from course_lib import config
+from course_lib.config_sections import combinations
 from course_lib.errors import ConfigError
 from course_lib.planning.models import Model
-from course_lib.planning.plan import WHOLE, Plan
+from course_lib.planning.plan import Plan
 
 MASKED = ("bert", "distilbert", "roberta")
 """Architectures that are trained to fill masks; the others predict the next token."""
@@ -41,36 +43,25 @@ def why_not(plan: Plan, model: Model) -> str | None:
     """Why ``course train`` does not run such a plan, as what it lacks; None where it runs it."""
     if model.encoder_decoder:
         return "has no task for an encoder with a decoder"
+    if reason := _why_no_options(plan) or _refused(plan):
+        return reason
     if plan.context > 1 and (reason := _why_not_split(plan, model)):
         return reason
-    if plan.pipeline > 1 and plan.stage > 1:
-        return "keeps whole parameters and gradients in pipelines"
     if model.multiplied and plan.pipeline > 1:
         return f"may not know where to cut {model.family} into stages, which the planner has not tried"
     if plan.expert > 1 and model.family not in SPREAD:
         return f"does not share experts of {model.family}, only of {', '.join(SPREAD)}"
-    if plan.pipeline * plan.expert > 1 and plan.optimizer in WHOLE:
-        return f"steps pipelines and shared experts by AdamW and SGD, not by {plan.optimizer}"
     if plan.tensor > 1 and model.family not in SPLITTABLE:
         return f"does not split single layers of {model.family}, only of {', '.join(SPLITTABLE)}"
-    if plan.lora_rank and (reason := _why_no_adapters(plan, model)):
-        return reason
-    return _why_not_in_any_model(plan)
+    if plan.lora_rank and model.experts > 1:
+        return "puts no adapters beside experts"
+    return None
 
 
-def _why_not_in_any_model(plan: Plan) -> str | None:
-    """Why ``course train`` runs such a plan with no model; None where it does."""
-    if plan.replicas > 1 and plan.tensor > 1:
-        return "does not split layers in copies of FSDP"
-    if plan.offload != "none" and (
-        plan.tensor * plan.pipeline > 1
-        or plan.engine in ("ddp", "megatron")
-        or (plan.offload == "parameters" and plan.stage < 3)
-    ):
-        return (
-            "offloads the optimizer under ZeRO-1 and ZeRO-2, all states under ZeRO-3 and FSDP, and nothing where "
-            "layers are split or in pipelines"
-        )
+def _why_no_options(plan: Plan) -> str | None:
+    """Why there are no options of ``course train`` for a plan; None where there are."""
+    if plan.pipeline > 1 and plan.stage > 1:
+        return "gathers whole stages in pipelines, which a plan does not count"
     if plan.checkpointing not in ("none", "full"):
         return "recomputes whole blocks or nothing"
     if plan.precision not in ("fp32", "tf32", "fp16", "bf16"):
@@ -79,30 +70,19 @@ def _why_not_in_any_model(plan: Plan) -> str | None:
         return "computes all logits before the loss"
     if plan.optimizer not in COURSE_OPTIMIZERS:
         return f"has no optimizer {plan.optimizer}"
-    if plan.optimizer != "adamw" and plan.engine == "deepspeed" and plan.offload != "none":
-        return "steps on the host by AdamW alone under DeepSpeed"
-    if plan.precision == "fp16" and (plan.tensor * plan.pipeline * plan.expert > 1 or plan.engine == "fsdp"):
-        return f"has no loss scaler for {plan.strategy} in fp16, which this GPU has in place of bf16"
     return None
 
 
-def _why_no_adapters(plan: Plan, model: Model) -> str | None:
-    """Why ``course train`` does not run a plan of adapters; None where it runs it."""
-    if model.experts > 1:
-        return "puts no adapters beside experts"
-    if plan.tensor * plan.pipeline > 1:
-        return "puts adapters beside whole layers alone"
-    if plan.offload != "none":
-        return "offloads nothing beside adapters"
-    if plan.base_bits == 4 and plan.engine == "deepspeed":
-        return "keeps weights in 4 bits under DDP and FSDP, not under DeepSpeed"
-    return None
+def _refused(plan: Plan) -> str | None:
+    """The refusal of a plan's options by the table of combinations; None where they go together."""
+    leaves = {option.name: option.default for option in config.options()} | _laid_out(plan) | {"task": "causal_lm"}
+    leaves["engine"] = leaves["engine"] or combinations.default_engine(leaves)
+    row = combinations.refusal(leaves)
+    return f"refuses it: {row.error(leaves).what}" if row else None
 
 
 def _why_not_split(plan: Plan, model: Model) -> str | None:
     """Why ``course train`` does not run a plan whose sequences are split; None where it does."""
-    if plan.pipeline > 1:
-        return "does not split sequences in pipelines"
     if model.family not in SHARED_ROWS:
         return f"does not split sequences of {model.family}, only of {', '.join(SHARED_ROWS)}"
     heads, key_heads = model.heads // plan.tensor, model.kv_heads // plan.tensor
@@ -143,8 +123,8 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
     """Options of ``course train``, by name.
 
     Args:
-        plan: a layout for which :func:`runs_here`; one that splits layers or sequences is trained without
-            torch.compile, and tensor ranks share tokens only where the sequence divides.
+        plan: a layout for which :func:`runs_here`; pipelines are trained without torch.compile, and tensor ranks share
+            tokens only where the sequence divides.
         model: its name is what the trainer loads.
         dataset: to train on; None leaves it to the trainer.
         tokens: to train on; None leaves the number of steps to the trainer.
@@ -157,9 +137,17 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
             f"use {elsewhere(plan, model)}; or take a plan of another family",
         )
     masked = model.family in MASKED or (model.multiplied and not model.causal)
-    asked: dict[str, Any] = {"model": model.name, "task": "masked_lm" if masked else "causal_lm"}
-    asked |= _pipelined(plan) if plan.pipeline > 1 else _unpipelined(plan)
-    asked |= _split_layout(plan)
+    asked: dict[str, Any] = {"model": model.name, "task": "masked_lm" if masked else "causal_lm"} | _laid_out(plan)
+    if dataset:
+        asked["dataset"] = dataset
+    if tokens:
+        asked["max_steps"] = steps(plan, tokens)
+    return asked
+
+
+def _laid_out(plan: Plan) -> dict[str, Any]:
+    """Options of ``course train`` for all but a plan's model and data."""
+    asked = (_pipelined(plan) if plan.pipeline > 1 else _unpipelined(plan)) | _split_layout(plan)
     asked |= {
         "max_length": plan.sequence_length,
         "mixed_precision": plan.precision if plan.precision in ("bf16", "fp16") else "no",
@@ -172,12 +160,7 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
         asked["lora_r"] = plan.lora_rank
     if plan.base_bits == 4:
         asked["load_in_4bit"] = True
-    asked |= COURSE_OPTIMIZERS[plan.optimizer]
-    if dataset:
-        asked["dataset"] = dataset
-    if tokens:
-        asked["max_steps"] = steps(plan, tokens)
-    return asked
+    return asked | COURSE_OPTIMIZERS[plan.optimizer]
 
 
 def _pipelined(plan: Plan) -> dict[str, Any]:
@@ -202,7 +185,7 @@ def _unpipelined(plan: Plan) -> dict[str, Any]:
         "batch_size": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
     }
-    composes = plan.engine != "deepspeed" and plan.tensor * plan.context * plan.expert == 1 and plan.base_bits != 4
+    composes = plan.engine != "deepspeed" and plan.base_bits != 4
     return asked | ({"torch_compile": True} if plan.compiled and composes else {})
 
 

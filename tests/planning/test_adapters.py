@@ -117,9 +117,9 @@ def test_a_plan_of_adapters_is_a_command(plan, wanted):
 @pytest.mark.parametrize(
     ("plan", "told"),
     [
-        (Plan(64, "deepspeed", 3, data=2, lora_rank=8, base_bits=4), "not under DeepSpeed"),
-        (Plan(64, "fsdp", 3, data=2, lora_rank=8, offload="parameters"), "offloads nothing beside adapters"),
-        (Plan(64, "megatron", tensor=2, lora_rank=8), "beside whole layers alone"),
+        (Plan(64, "deepspeed", 3, data=2, lora_rank=8, base_bits=4), "DeepSpeed casts all parameters"),
+        (Plan(64, "fsdp", 3, data=2, lora_rank=8, offload="parameters"), "lora_r leaves next to none"),
+        (Plan(64, "megatron", tensor=2, lora_rank=8), "lora_r goes beside whole matrices"),
     ],
 )
 def test_what_is_not_run_here_says_why(plan, told):

@@ -115,10 +115,10 @@ def test_the_printed_command_of_every_layout_is_a_run_that_nothing_refuses(names
     # All kinds of grid, on all machines; on a T4, which has fp16 alone, neither.
     assert len(seen) == 2 * (3 + 4 + 4) + 3 and sum(seen.values()) > 80 * len(names), seen
     assert all(
-        "no loss scaler" in reason or (mixture and "does not split single layers" in reason)
+        "needs a loss scaler" in reason or (mixture and "does not split single layers" in reason)
         for reason, mixture in elsewhere
     ), elsewhere
-    unscaled = sum(count for (reason, _), count in elsewhere.items() if "no loss scaler" in reason)
+    unscaled = sum(count for (reason, _), count in elsewhere.items() if "needs a loss scaler" in reason)
     assert unscaled > 10 * len(names), elsewhere
 
 
@@ -140,21 +140,25 @@ def test_emit_writes_the_run_of_the_fastest_that_runs_here(tmp_path, ranks):
         (Plan(LENGTH, "ddp", data=2), "t5", "no task for an encoder with a decoder"),
         (Plan(LENGTH, "ddp", context=2), "gpt2", None),
         (Plan(LENGTH, "ddp", context=2), "opt", "does not split sequences of opt, only of bert, gpt2,"),
-        (Plan(LENGTH, "megatron", context=2, pipeline=2), "gpt2", "does not split sequences in pipelines"),
+        (Plan(LENGTH, "megatron", context=2, pipeline=2), "gpt2", "pipelines send whole rows from stage to stage"),
         (Plan(LENGTH + 1, "ddp", context=2), "gpt2", "does not cut 33 tokens into 2 equal chunks"),
         (
             Plan(LENGTH, "ddp", context=5, context_by="ulysses"),
             "gpt2",
             "cannot deal 12 heads with 12 key heads to 5 ranks",
         ),
-        (Plan(LENGTH, "fsdp", stage=3, data=2, precision="fp16"), "gpt2", "no loss scaler for FSDP"),
+        (
+            Plan(LENGTH, "fsdp", stage=3, data=2, precision="fp16"),
+            "gpt2",
+            "a loss scaler that knows the shards of fsdp",
+        ),
         (Plan(LENGTH, "ddp", data=2, precision="fp8"), "gpt2", "does not compute in fp8"),
         (Plan(LENGTH, "ddp", data=2, checkpointing="selective"), "gpt2", "recomputes whole blocks or nothing"),
         (Plan(LENGTH, "fsdp", stage=3, data=2), "mistral", None),
         (
             Plan(LENGTH, "fsdp", stage=3, data=2, pipeline=2),
             "gpt2",
-            "keeps whole parameters and gradients in pipelines",
+            "gathers whole stages in pipelines",
         ),
         (Plan(LENGTH, "fsdp", stage=3, data=4, replicas=2), "gpt2", None),
         (Plan(LENGTH, "megatron", 1, data=4, expert=2), "mixtral", None),
@@ -163,10 +167,14 @@ def test_emit_writes_the_run_of_the_fastest_that_runs_here(tmp_path, ranks):
             "qwen3_moe",
             "does not share experts of qwen3_moe, only of mixtral",
         ),
-        (Plan(LENGTH, "megatron", data=2, expert=2, precision="fp16"), "olmoe", "no loss scaler"),
-        (Plan(LENGTH, "megatron", pipeline=2, optimizer="muon"), "gpt2", "steps pipelines and shared experts by AdamW"),
-        (Plan(LENGTH, "fsdp", 3, data=4, replicas=2, tensor=2), "gpt2", "does not split layers in copies of FSDP"),
-        (Plan(LENGTH, "deepspeed", 2, data=2, offload="parameters"), "gpt2", "offloads the optimizer under ZeRO-1"),
+        (Plan(LENGTH, "megatron", data=2, expert=2, precision="fp16"), "olmoe", "a loss scaler that knows all ranks"),
+        (Plan(LENGTH, "megatron", pipeline=2, optimizer="muon"), "gpt2", "muon looks for the blocks of a whole model"),
+        (
+            Plan(LENGTH, "fsdp", 3, data=4, replicas=2, tensor=2),
+            "gpt2",
+            "no engine has shard_group_size beside tensor_parallel_size",
+        ),
+        (Plan(LENGTH, "deepspeed", 2, data=2, offload="parameters"), "gpt2", "zero2 keeps whole parameters"),
     ],
 )
 def test_what_is_not_trained_here_says_why(plan, family, reason):

@@ -26,8 +26,8 @@ def of_shared_experts():
     from course_lib.metering.meter import Meter
     from course_lib.modeling.experts import ExpertParallel
     from course_lib.parallel.ddp import DataParallel
+    from course_lib.parallel.experts import expert_groups
     from course_lib.parallel.zero import Zero1, Zero2
-    from course_lib.training.engines.from_scratch import expert_groups
 
     place, held = PartialState(cpu=True).process_index, {}
     for stage in (0, 1, 2):

@@ -13,6 +13,7 @@ from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.modeling.experts import ExpertParallel
+from course_lib.parallel.torch_engines import fsdp
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.engines.from_scratch import ScratchDDP, ScratchState
 from course_lib.training.router_loss import RouterLoss
@@ -26,14 +27,17 @@ CASES = {
     "ddp": SHARED,
     "zero1": SHARED | {"strategy": "zero1", "activation_checkpointing": True},
     "zero2": {"expert_parallel_size": 4, "strategy": "zero2"},
+    "fsdp": SHARED | {"strategy": "fsdp", "activation_checkpointing": True},
 }
-SOME = ("itself", "zero1 to four")
+SOME = ("itself", "zero1 to four", "fsdp to zero1")
 """In `make test`; all are in `make long`."""
 ONWARDS = {  # what goes on from whose checkpoint
     "itself": ("ddp", SHARED),
     "dense to zero2": ("one", SHARED | {"strategy": "zero2"}),
     "zero1 to four": ("zero1", {"expert_parallel_size": 4}),
     "four to dense": ("zero2", {"strategy": "zero3", "engine": "scratch"}),
+    "fsdp to zero1": ("fsdp", {"expert_parallel_size": 4, "strategy": "zero1"}),
+    "dense to fsdp": ("one", {"expert_parallel_size": 4, "strategy": "fsdp"}),
 }
 
 
@@ -67,9 +71,9 @@ def found(folder, one):
 
 
 def test_every_strategy_equals_one_process(found, one):
-    assert len(found) == len(CASES) == 3
+    assert len(found) == len(CASES) == 4
     for name, trace in found.items():
-        cell = parity.compare(trace, one, name, "scratch", 4)
+        cell = parity.compare(trace, one, name, "", 4)
         assert cell.agrees and cell.norm < NORM_TOLERANCE * max(one.norms), cell
 
 
@@ -85,7 +89,7 @@ def test_checkpoints_go_to_other_layouts_and_to_the_same_one_to_the_bit(folder, 
     }
     again = launch(runs, folder / f"again-{len(names)}", cases, num_processes=4, timeout=1000)[0]
     again["one process"] = one_process(folder / f"basic-{len(names)}", resume_from_checkpoint=saved("ddp"))
-    assert len(again) == len(names) + 1 and len(ONWARDS) == 4
+    assert len(again) == len(names) + 1 and len(ONWARDS) == 6
     for name, trace in again.items():
         assert trace.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE), name
         largest = max(float((trace.weights[key] - one.weights[key]).abs().max()) for key in one.weights)
@@ -109,21 +113,22 @@ def by_its_own_norm(engine, max_norm):
 
 def broken(folder):
     found = {}
-    for name, patch in (
-        ("unscaled", mock.patch.object(ScratchDDP, "clip", unscaled)),
-        ("own norm", mock.patch.object(ScratchDDP, "clip", by_its_own_norm)),
-        ("mixed", mock.patch.object(ExpertParallel, "summed_over", lambda _: {})),
+    for name, options, patch in (
+        ("unscaled", {}, mock.patch.object(ScratchDDP, "clip", unscaled)),
+        ("own norm", {}, mock.patch.object(ScratchDDP, "clip", by_its_own_norm)),
+        ("mixed", {}, mock.patch.object(ExpertParallel, "summed_over", lambda _: {})),
+        ("undivided", {"strategy": "fsdp"}, mock.patch.object(fsdp, "_divide", lambda gradient, by: None)),
     ):
         with patch:
-            found |= runs(folder, {name: SHARED}, batch_size=parity.GLOBAL_ROWS // 4, max_steps=1)
+            found |= runs(folder, {name: SHARED | options}, batch_size=parity.GLOBAL_ROWS // 4, max_steps=1)
     return found
 
 
 def test_without_a_part_of_it_the_comparison_notices_and_the_first_loss_does_not(tmp_path, one):
     found = launch(broken, tmp_path, num_processes=2, timeout=800)[0]
-    for name in ("unscaled", "own norm", "mixed"):
+    for name in ("unscaled", "own norm", "mixed", "undivided"):
         assert abs(found[name].norms[0] - one.norms[0]) > 1000 * NORM_TOLERANCE * max(one.norms), name
-    for name in ("unscaled", "own norm"):
+    for name in ("unscaled", "own norm", "undivided"):
         assert found[name].losses[0] == pytest.approx(one.losses[0], abs=parity.LOSS_TOLERANCE)
 
 

@@ -50,6 +50,7 @@ MORE = {
 FOUR = {
     "2x2": {"schedule": "1f1b"},
     "2x2 zero1": {"schedule": "zbv", "strategy": "zero1", "bucket_mb": 0.1},
+    "2x2 fsdp": {"schedule": "zb_h1", "strategy": "fsdp"},
 }
 
 
@@ -98,7 +99,10 @@ def without(folder):
         untied = run(folder / "untied", {"x": TWO_BY_TWO})["x"]
     with mock.patch.object(pipeline, "average_gradients", lambda *_: None):
         apart = run(folder / "apart", {"x": TWO_BY_TWO})["x"]
-    return {"untied": untied, "apart": apart}
+    sharded = TWO_BY_TWO | {"strategy": "fsdp"}
+    with mock.patch.object(pipeline, "sum_shared_gradients", lambda *_: None):
+        untied_shards = run(folder / "untied-shards", {"x": sharded})["x"]
+    return {"untied": untied, "apart": apart, "untied shards": untied_shards}
 
 
 def refusals(folder):
@@ -109,6 +113,7 @@ def refusals(folder):
         "spec": {"split_spec": "transformer.h.0"},
         "chunks": {"schedule": "dualpipev", "pipeline_chunks": 2},
         "fitted": {"schedule": "zbv_auto", "pipeline_chunks": 2},
+        "two roots": {"schedule": "zbv", "strategy": "fsdp"},
     }
     found = {}
     for name, options in asked.items():
@@ -205,7 +210,7 @@ def test_two_pipelines_sum_their_gradients_in_buckets_too(plain, folder):
     assert agrees(found["2x2"], plain["basic"]) <= parity.WEIGHT_TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["untied", "apart"])
+@pytest.mark.parametrize("name", ["untied", "apart", "untied shards"])
 def test_without_an_exchange_it_differs(four, plain, name):
     assert furthest(four[0]["without"][name], plain["basic"]) > 100 * parity.WEIGHT_TOLERANCE
 
@@ -229,7 +234,8 @@ def test_what_cannot_be_is_refused_with_the_rule(two):
     assert "`transformer.h.0`, and a place is BLOCK:end" in said["spec"]
     assert "dualpipev with 2 micro-batches" in said["chunks"]
     assert "a fitted ZB-V with 2 micro-batches on 2 ranks: it takes at least as many as stages, 4" in said["fitted"]
-    assert len(said) == 6
+    assert "schedule zbv puts the stages that share model.transformer.wte.weight on one rank" in said["two roots"]
+    assert len(said) == 7
 
 
 RESUMED = [  # saved by, resumed by
@@ -238,6 +244,8 @@ RESUMED = [  # saved by, resumed by
     ("two/split-by-name", 4, {**TWO_BY_TWO, "schedule": "zbv", "strategy": "zero1"}),
     ("four/2x2-zero1", 2, {"strategy": "fsdp", "engine": "scratch", "batch_size": ROWS // 2}),
     ("plain/basic", 2, {**ONE_PIPELINE, "split_spec": "transformer.h.2:beginning"}),
+    ("four/2x2-fsdp", 2, {**ONE_PIPELINE, "schedule": "zbv"}),
+    ("four/2x2-zero1", 4, {**TWO_BY_TWO, "strategy": "fsdp"}),
 ]
 
 
@@ -248,7 +256,9 @@ def resume(folder, saved_by, number, options):
     )
 
 
-@pytest.mark.parametrize("number", some(range(len(RESUMED)), 3, 4), ids=lambda i: f"{RESUMED[i][0]}-to-{RESUMED[i][1]}")
+@pytest.mark.parametrize(
+    "number", some(range(len(RESUMED)), 3, 5, 6), ids=lambda i: f"{RESUMED[i][0]}-to-{RESUMED[i][1]}"
+)
 def test_resumed_with_another_split_or_strategy(two, four, plain, folder, number):
     saved_by, ranks, options = RESUMED[number]
     found = launch(
@@ -259,7 +269,7 @@ def test_resumed_with_another_split_or_strategy(two, four, plain, folder, number
 
 
 def test_resumed_by_the_plain_loop(two, four, plain, folder):
-    for saved_by in ("two/zbv", "four/2x2-zero1"):
+    for saved_by in ("two/zbv", "four/2x2-zero1", "four/2x2-fsdp"):
         found = resume(folder, saved_by, saved_by.replace("/", "-"), {"training_type": "basic"})
         assert found["losses"] == pytest.approx(plain["basic"]["losses"][3:], abs=parity.LOSS_TOLERANCE)
 

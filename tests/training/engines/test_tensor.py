@@ -141,6 +141,19 @@ def test_two_ranks_equal_one_process_too(tmp_path):
     assert len(cells) == 5 and [cell for cell in cells if not cell.agrees] == []
 
 
+@pytest.mark.long
+def test_three_axes_by_torchs_engines_equal_one_process_and_go_on_anywhere(tmp_path, one):
+    cube = {"cube": TWO | PIPELINE | {"strategy": "fsdp", "batch_size": parity.GLOBAL_ROWS // 4}}
+    found = launch(runs, tmp_path, cube, save_steps=SAVED, num_processes=8, timeout=900)[0]["cube"]
+    assert parity.compare(found, one, "cube", "torch", 8).agrees
+    saved = str(tmp_path / "cube" / checkpoint.name(SAVED))
+    for case in (TWO, TWO | PIPELINE | {"strategy": "zero1"}, {"strategy": "fsdp", "engine": "torch"}):
+        again = launch(
+            runs, tmp_path / "again", {"x": case}, resume_from_checkpoint=saved, num_processes=4, timeout=400
+        )[0]["x"]
+        assert again.losses == pytest.approx(one.losses[SAVED:], abs=parity.LOSS_TOLERANCE), case
+
+
 def test_the_page_has_every_row_of_the_matrix():
     text = PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
     shown = re.findall(r"^\| ([^|]+) \| (\w+) \|", text, re.M)[1:]
