@@ -118,7 +118,7 @@ def cases(settings: Settings) -> list[Case]:
     found += [
         Case(*pair, settings.gpus, "fp16")
         for pair in chosen
-        if pair[0] == "ddp" or (pair[1] == "deepspeed" and settings.full)
+        if pair == ("ddp", "torch") or (pair[1] == "deepspeed" and settings.full)
     ]
     found += [
         Case(
@@ -157,6 +157,7 @@ def _pipelines(gpus: int) -> list[Case]:
         Case("ddp", "scratch", gpus, options=grid | {"schedule": "1f1b"}, name="pipeline 1f1b"),
         Case("zero1", "scratch", gpus, options=grid | {"schedule": zero_bubble}, name=f"pipeline {zero_bubble}"),
         Case("ddp", "torch", gpus, options=grid | {"schedule": "gpipe"}, name="pipeline gpipe"),
+        *([Case("fsdp", "torch", gpus, options=grid | {"schedule": "1f1b"}, name="pipeline 1f1b")] * (gpus > size)),
     ]
 
 

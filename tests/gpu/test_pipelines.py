@@ -100,6 +100,11 @@ def test_two_pipelines_save_and_other_layouts_go_on(gpus, plain, tmp_path):
     t.agree(gpus.run(t.launched, tmp_path / "again", 2, others, timeout=1200), plain, from_step=t.SAVED_AT)
 
 
+def test_stages_that_fully_shard_splits(gpus, plain, tmp_path):
+    runs = runs_of(("1f1b", "zb_h1"), TWO, strategy="fsdp")
+    t.agree(gpus.run(t.launched, tmp_path, 4, runs, gpus=4, timeout=1600), plain)
+
+
 @pytest.mark.long
 def test_layers_over_two_ranks(gpus, plain, tmp_path):
     shared = {"batch_size": 4, "eval_batch_size": 2, "tensor_parallel_size": 2}
