@@ -19,6 +19,7 @@ MODULES = (
     "course_lib/__init__.py",
     "course_lib/errors.py",
     "course_lib/missing_extra.py",
+    *(f"course_lib/config_sections/{name}.py" for name in ("__init__", "axes", "refusals", "combinations")),
     "course_lib/parallel/__init__.py",
     "course_lib/parallel/pipeline/**/*.py",
     "course_lib/commands/__init__.py",

@@ -4,12 +4,14 @@ import re
 
 import pytest
 
+from course_lib.commands.explain import explained
 from course_lib.config import build, option, options
 from course_lib.config_sections import combinations
+from course_lib.config_sections.axes import PLAIN
 from course_lib.config_sections.refusals import REFUSALS
 from course_lib.errors import ConfigError
+from tools import combinations as tools
 
-DEFAULTS = {o.name: o.default for o in options()}
 TRAINABLE = {"task": "causal_lm", "tracker": "jsonl"}
 
 
@@ -25,7 +27,7 @@ def told_by(row):
     """Runs that the row is the first to refuse, with its line."""
     for example in row.examples():
         given = TRAINABLE | example
-        leaves = DEFAULTS | given
+        leaves = PLAIN | given
         leaves["engine"] = given.get("engine") or combinations.default_engine(leaves)
         if combinations.refusal(leaves) is row:
             yield given, refused(given)
@@ -47,6 +49,22 @@ def test_every_row_is_told_in_one_line_and_its_cure_is_one(row):
         named = [(name, value) for name, value in named if value in option(name).choices]
         if named:
             assert refused({**given, **dict(named)}) is None, (given, error.instead)
+
+
+def test_a_run_that_chooses_nothing_is_one_of_the_defaults():
+    defaults = {o.name: o.default for o in options()}
+    assert {name: defaults[name] for name in PLAIN} == {**PLAIN, "task": "classification"}
+
+
+def test_the_page_shows_the_table_and_explain_reads_it():
+    text = tools.PAGE.read_text(encoding="utf-8")
+    assert text.split(tools.BEGIN)[1].split(tools.END)[0].strip() == tools.page()
+    told = explained("expert_parallel_size", 4000)
+    assert "zero3, fsdp (torch)" in told and "ddp, zero1, communication" not in told
+    assert (
+        "tensor_parallel_size, sequence_parallel, context_parallel_size: expert_parallel_size is for ranks with" in told
+    )
+    assert "with      " not in explained("seed", 4000)
 
 
 def test_what_no_engine_has_is_refused_before_anything_else():

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from course_lib.config import Config, build, option, options
-from course_lib.config_sections.parallel import ENGINES
+from course_lib.config_sections.axes import ENGINES
 from course_lib.config_sections.unread import READERS, first_unread
 from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch

@@ -5,10 +5,9 @@ python tools/combinations.py
 
 from pathlib import Path
 
-from course_lib.config import options
+from course_lib.config_sections.axes import PLAIN
 from course_lib.config_sections.combinations import default_engine, table
 from course_lib.config_sections.refusals import REFUSALS, Refusal
-from course_lib.config_sections.unread import Leaves
 from course_lib.writing import write_part
 
 PAGE = Path(__file__).parents[1] / "docs" / "strategies.md"
@@ -17,16 +16,15 @@ BEGIN, END = "<!-- combinations: made by tools/combinations.py -->", "<!-- end o
 
 def page() -> str:
     """The table of pairs, and every refusal with its reason."""
-    defaults = {option.name: option.default for option in options()} | {"task": "causal_lm"}
-    head, *rows = table(defaults)
+    head, *rows = table()
     pairs = [head, ["---"] * len(head), *rows]
-    refused = [["not together", "why", "instead"], ["---"] * 3, *(_told(row, defaults) for row in REFUSALS)]
+    refused = [["not together", "why", "instead"], ["---"] * 3, *map(_told, REFUSALS)]
     return "\n\n".join("\n".join(f"| {' | '.join(cells)} |" for cells in lines) for lines in (pairs, refused))
 
 
-def _told(row: Refusal, defaults: Leaves) -> list[str]:
+def _told(row: Refusal) -> list[str]:
     """A refusal for reading: its axes, and its line for the first run that it is about."""
-    run = {**defaults, **next(row.examples())}
+    run = {**PLAIN, **next(row.examples())}
     error = row.error(run | {"engine": run["engine"] or default_engine(run)})
     return [" + ".join(axis.replace("|", ", ") for axis in row.axes), error.what, error.instead]
 

@@ -21,7 +21,7 @@ from course_lib.commands import launcher_words
 from course_lib.commands.launcher_words import LAUNCHER, Said
 from course_lib.commands.options import given_fields
 from course_lib.config import option
-from course_lib.config_sections.parallel import ENGINES
+from course_lib.config_sections.axes import ENGINES
 from course_lib.errors import ConfigError
 from course_lib.launching import launch_environment
 from course_lib.launching.launch_environment import LaunchEnvironment

@@ -6,9 +6,9 @@ import typing
 from typing import Any
 
 from course_lib import config_files
-from course_lib.config import Option, option, options
+from course_lib.config import Option, option
 from course_lib.config_sections import combinations
-from course_lib.config_sections.axes import AXES, merged
+from course_lib.config_sections.axes import AXES, PLAIN, merged
 from course_lib.config_sections.refusals import Refusal
 from course_lib.config_sections.unread import READERS
 
@@ -57,7 +57,6 @@ def explained(name: str, width: int) -> str:
 
 def _combinations(name: str) -> dict[str, str]:
     """Axes that an option goes together with, by engines, and those that it does not, with the reason."""
-    defaults = {o.name: o.default for o in options()} | {"task": "causal_lm"}
     shown = (*combinations.RANKS, *combinations.OTHERS)
     own = [axis for axis in shown if AXES[axis].option == name]
     runs, refused = [], []
@@ -66,11 +65,11 @@ def _combinations(name: str) -> dict[str, str]:
         by_row: dict[Refusal, list[str]] = {}
         reasons: dict[Refusal, str] = {}
         for other in shown:
-            answers = combinations.together(defaults, axis, other)
+            answers = combinations.together(axis, other)
             if answers is None or other in own:
                 continue
-            if row := combinations.reason(answers, defaults, axis, other):
-                run = defaults | {"engine": "torch"} | (merged((axis, other)) or {})
+            if row := combinations.reason(axis, other):
+                run = {**PLAIN, "engine": "torch", **(merged((axis, other)) or {})}
                 reasons.setdefault(row, row.error(run).what)
                 by_row.setdefault(row, []).append(AXES[other].word)
             else:

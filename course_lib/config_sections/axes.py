@@ -3,8 +3,16 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from course_lib.config_sections.parallel import ENGINES
-from course_lib.config_sections.unread import Leaves
+Leaves = Mapping[str, Any]
+"""Every field of a config by name; ``engine`` is the one that will run."""
+ENGINES = {
+    "ddp": ("torch", "scratch"),
+    "zero1": ("deepspeed", "torch", "scratch"),
+    "zero2": ("deepspeed", "torch", "scratch"),
+    "zero3": ("deepspeed", "torch", "scratch"),
+    "fsdp": ("torch", "scratch", "accelerate"),
+}
+"""Engines that carry each strategy out, the default one first."""
 
 WHOLE_BACKWARD = ("gpipe", "1f1b", "interleaved", "looped_bfs")
 """Schedules that make a stage's backward in one go."""
@@ -97,6 +105,35 @@ AXES: dict[str, Axis] = {
 }
 """Every choice, by its name in the table of refusals. ``ddp`` is that of the accelerated trainer: between pipelines it
 is no wrapper, only a sum of gradients."""
+
+
+PLAIN: Leaves = {
+    "training_type": "accelerated",
+    "strategy": "ddp",
+    "engine": None,
+    "tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "context_parallel_size": 1,
+    "expert_parallel_size": 1,
+    "communication": "all_reduce",
+    "shard_group_size": None,
+    "offload": "none",
+    "torch_compile": False,
+    "activation_checkpointing": False,
+    "mixed_precision": "auto",
+    "lora_r": None,
+    "load_in_4bit": False,
+    "optimizer": "adamw",
+    "watch": "none",
+    "async_save": False,
+    "schedule": "1f1b",
+    "split_batches": False,
+    "task": "causal_lm",
+    "cpu_kernels": "auto",
+    "profile": False,
+    "device": "auto",
+}
+"""A run of a language model that chooses none of it: what else an axis is looked at beside."""
 
 
 def merged(axes: Iterable[str]) -> dict[str, Any] | None:

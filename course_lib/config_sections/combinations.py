@@ -3,13 +3,11 @@
 The configuration, ``course train --explain``, the planner, the documentation and lesson 08 read it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from course_lib.config_sections.axes import AXES, merged
-from course_lib.config_sections.parallel import ENGINES
+from course_lib.config_sections.axes import AXES, ENGINES, PLAIN, Leaves, merged
 from course_lib.config_sections.refusals import NAMES, REFUSALS, SHARDED, Refusal
-from course_lib.config_sections.unread import Leaves
 
 OURS_FIRST = ("pipeline", "tensor", "experts", "communication")
 """Axes by which the default engine is the course's own, where it has the layout."""
@@ -46,13 +44,12 @@ def default_engine(leaves: Leaves) -> Any:
     )
 
 
-def together(defaults: Leaves, *axes: str) -> dict[str, Refusal | None] | None:
+def together(*axes: str) -> dict[str, Refusal | None] | None:
     """Whether some axes go together, by engine; None where they are values of one option.
 
     Where no axis says which strategy, an engine has them together if it has with any of its strategies.
 
     Args:
-        defaults: every field where nobody says anything.
         axes: names in :data:`AXES`.
     Returns:
         For each engine None where it runs them, or the row that refuses them.
@@ -62,19 +59,20 @@ def together(defaults: Leaves, *axes: str) -> dict[str, Refusal | None] | None:
     answers: dict[str, Refusal | None] = {}
     for engine in NAMES:
         strategies = [options["strategy"]] if "strategy" in options else [s for s in ENGINES if engine in ENGINES[s]]
-        rows = [refusal({**defaults, "strategy": s, **options, "engine": engine}) for s in strategies]
-        answers[engine] = None if None in rows else _most_telling(rows, defaults, options)
+        rows = [refusal({**PLAIN, "strategy": s, **options, "engine": engine}) for s in strategies]
+        answers[engine] = None if None in rows else _most_telling(rows, options)
     return answers
 
 
-def reason(answers: Mapping[str, Refusal | None], defaults: Leaves, *axes: str) -> Refusal | None:
-    """Of what :func:`together` answers, the row that refuses the axes by every engine; None where one runs them."""
-    return None if None in answers.values() else _most_telling(answers.values(), defaults, merged(axes) or {})
+def reason(*axes: str) -> Refusal | None:
+    """The row that refuses some axes by every engine; None where one runs them, or they are values of one option."""
+    answers = together(*axes)
+    return None if answers is None or None in answers.values() else _most_telling(answers.values(), merged(axes) or {})
 
 
-def _most_telling(rows: Iterable[Refusal | None], defaults: Leaves, options: Leaves) -> Refusal:
+def _most_telling(rows: Iterable[Refusal | None], options: Leaves) -> Refusal:
     """The row that names most of what some options choose."""
-    return max(filter(None, rows), key=lambda row: row.named({**defaults, **options}) - row.named(defaults))
+    return max(filter(None, rows), key=lambda row: row.named({**PLAIN, **options}) - row.named(PLAIN))
 
 
 RANKS = (
@@ -89,19 +87,11 @@ OTHERS = (
 """What has to know of them: its further rows."""
 
 
-def table(defaults: Leaves, columns: Iterable[str] = RANKS, rows: Iterable[str] = (*RANKS, *OTHERS)) -> list[list[str]]:
-    """A line of headings, and one for each row: initials of the engines that have it together with each column.
-
-    Args:
-        defaults: every field where nobody says anything.
-        columns: names of axes.
-        rows: likewise.
-    """
+def table(columns: Iterable[str] = RANKS, rows: Iterable[str] = (*RANKS, *OTHERS)) -> list[list[str]]:
+    """A line of headings, and one for each row: initials of the engines that have it together with each column."""
     columns = list(columns)
-    return [
-        ["", *columns],
-        *([row, *(_initials(together(defaults, row, column)) for column in columns)] for row in rows),
-    ]
+    lines = ([row, *(_initials(together(row, column)) for column in columns)] for row in rows)
+    return [["", *columns], *lines]
 
 
 def _initials(answers: dict[str, Refusal | None] | None) -> str:

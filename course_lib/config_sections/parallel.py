@@ -5,16 +5,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Gt
 
+from course_lib.config_sections.axes import ENGINES
 from course_lib.config_sections.fields import Positive, Strict
 
-ENGINES = {
-    "ddp": ("torch", "scratch"),
-    "zero1": ("deepspeed", "torch", "scratch"),
-    "zero2": ("deepspeed", "torch", "scratch"),
-    "zero3": ("deepspeed", "torch", "scratch"),
-    "fsdp": ("torch", "scratch", "accelerate"),
-}
-"""Engines that carry each strategy out, the default one first."""
 BUCKET_MB = 25.0
 """Of torch's DDP, and of what the course has built itself."""
 

@@ -5,9 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from course_lib.config_sections.axes import AXES, merged
-from course_lib.config_sections.parallel import ENGINES
-from course_lib.config_sections.unread import Leaves
+from course_lib.config_sections.axes import AXES, ENGINES, Leaves, merged
 from course_lib.errors import ConfigError
 
 NAMES = ("torch", "scratch", "deepspeed", "accelerate")
@@ -54,7 +52,7 @@ class Refusal:
         """The line for a run that it refuses."""
         words = [AXES[axis].word for axis in self.chosen(leaves) or ()]
         why, instead = (text.format(*words, **leaves) for text in (self.why, self.instead))
-        cure = {option: value for option, value in self.cure.items() if leaves[option] != value}
+        cure = {option: value for option, value in self.cure.items() if leaves.get(option) != value}
         return ConfigError(why, instead, cure=cure or None)
 
 

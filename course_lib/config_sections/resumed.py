@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from course_lib.config_sections.axes import ENGINES, Leaves
 from course_lib.config_sections.learning import OFFLINE_NAMES
-from course_lib.config_sections.parallel import ENGINES
-from course_lib.config_sections.unread import Leaves
 
 
 class Change(NamedTuple):

@@ -2,12 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from course_lib.config_sections.axes import Leaves
 from course_lib.config_sections.communication import LOCAL
-
-Leaves = Mapping[str, Any]
-"""Every field of a config by name; ``engine`` is the one that will run."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import math
 import shlex
 from typing import Any
 
-from course_lib import config
 from course_lib.config_sections import combinations
+from course_lib.config_sections.axes import PLAIN
 from course_lib.errors import ConfigError
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
@@ -75,7 +75,7 @@ def _why_no_options(plan: Plan) -> str | None:
 
 def _refused(plan: Plan) -> str | None:
     """The refusal of a plan's options by the table of combinations; None where they go together."""
-    leaves = {option.name: option.default for option in config.options()} | _laid_out(plan) | {"task": "causal_lm"}
+    leaves = {**PLAIN, **_laid_out(plan)}
     leaves["engine"] = leaves["engine"] or combinations.default_engine(leaves)
     row = combinations.refusal(leaves)
     return f"refuses it: {row.error(leaves).what}" if row else None

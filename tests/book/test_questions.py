@@ -88,7 +88,7 @@ def test_each_question_has_its_form_and_hides_what_was_found(path):
 
 
 def test_every_lesson_asks():
-    assert sum(len(questions_of(stored(path))) for path in LESSONS) >= 172
+    assert sum(len(questions_of(stored(path))) for path in LESSONS) >= 173
     assert all(questions_of(stored(path)) for path in LESSONS)
 
 

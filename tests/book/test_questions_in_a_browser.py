@@ -191,7 +191,7 @@ def test_progress_shows_what_was_done_and_where_one_left(browser, page, tmp_path
     find(f"#{anchor('volume_stage_2')} input").send_keys("2", Keys.ENTER)
     find(f"#{anchor('volume_stage_3')} input").send_keys("9", Keys.ENTER)
     find = page("live/progress.html")
-    assert "2 of 172 questions answered, 1 close; 0 of 616 points" in words(browser)
+    assert "2 of 173 questions answered, 1 close; 0 of 616 points" in words(browser)
     assert find("#progress > p a").get_attribute("href").endswith("notebooks/05_zero_stages.html#what-moves")
 
     monkeypatch.setenv("COURSE_RESULTS", str(tmp_path / "my_results.json"))
@@ -232,7 +232,7 @@ def test_progress_shows_what_was_done_and_where_one_left(browser, page, tmp_path
     find(".progress-buttons button + button").click()
     Alert(browser).accept()
     assert browser.execute_script("return Object.keys(localStorage).filter(key => key.startsWith('course:'))") == []
-    assert "0 of 172 questions" in words(browser)
+    assert "0 of 173 questions" in words(browser)
     find("#progress-file").send_keys(str(tmp_path / "my-progress.json"))
     until(lambda: "my-progress.json is read" in status().text, what="the export is read")
     assert [kept(browser, name) for name in ("answers", "results", "places")] == before

@@ -6,17 +6,15 @@ import itertools
 import pytest
 import torch
 
-from course_lib.config import options
+from course_lib.config import option
 from course_lib.config_sections import combinations
-from course_lib.config_sections.axes import AXES
-from course_lib.config_sections.parallel import ENGINES
+from course_lib.config_sections.axes import AXES, ENGINES, PLAIN
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from tests.forked_process import import_deepspeed
 
 pytestmark = pytest.mark.usefixtures("two_blocks")
 
-DEFAULTS = {o.name: o.default for o in options()}
 ALONE = ("compile", "checkpointing", "lora", "4bit", "sgd", "adafactor", "muon", "watch", "async_save")
 """Beside an axis of ranks; two of them are no matter of ranks."""
 RANKS = ("pipeline", "zero1", "zero2", "zero3", "fsdp", "tensor", "sequence", "context", "experts", "communication")
@@ -32,7 +30,7 @@ def cases():
     """By pair and engine, the options of a run; 4 ranks for two axes of ranks, where each needs its own."""
     found = {}
     for pair in [*itertools.combinations(RANKS, 2), *itertools.product(RANKS, ALONE)]:
-        for engine, row in (combinations.together(DEFAULTS, *pair) or {}).items():
+        for engine, row in (combinations.together(*pair) or {}).items():
             if row is None and engine != "accelerate":
                 found[pair, engine] = layout(pair, engine)
     return found
@@ -44,8 +42,7 @@ def layout(pair, engine):
         runs = (
             strategy
             for strategy in ENGINES
-            if engine in ENGINES[strategy]
-            and combinations.refusal({**DEFAULTS, **given, "strategy": strategy, "task": "causal_lm"}) is None
+            if engine in ENGINES[strategy] and combinations.refusal({**PLAIN, **given, "strategy": strategy}) is None
         )
         given["strategy"] = next(runs)
     if "pipeline" in pair:
@@ -53,7 +50,7 @@ def layout(pair, engine):
     if "experts" in pair:
         given["model"] = "tiny-olmoe"
     if given.get("optimizer") in ("sgd", "adafactor"):
-        given["adam_epsilon"] = DEFAULTS["adam_epsilon"]  # the task's is for Adam
+        given["adam_epsilon"] = option("adam_epsilon").default  # the task's is for Adam
     return given
 
 
