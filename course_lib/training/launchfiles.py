@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from course_lib.config import Config
 from course_lib.parallel.blocks import blocks
@@ -66,7 +67,7 @@ def accelerate_settings(
             "distributed_type": "DEEPSPEED",
             "deepspeed_config": {"deepspeed_config_file": deepspeed, "zero3_init_flag": False},
         }
-    if parallel.strategy in BY_FSDP and parallel.tensor_parallel_size == 1:  # Accelerate would shard over all ranks
+    if _by_fsdp_alone(config):
         fsdp = {
             "fsdp_version": 2,
             "fsdp_reshard_after_forward": parallel.strategy != "zero2",
@@ -79,11 +80,21 @@ def accelerate_settings(
     return several_processes(num_processes, precision)
 
 
+def _by_fsdp_alone(config: Config) -> bool:
+    """Whether Accelerate's FSDP, which shards over all ranks, is the run's strategy."""
+    parallel, alone = config.parallel, config.run.training_type == "accelerated"
+    return alone and parallel.strategy in BY_FSDP and parallel.tensor_parallel_size * parallel.expert_parallel_size == 1
+
+
+def _own_class(block: nn.Module) -> type:
+    """A block's class as the model's file has it: ``fully_shard`` derives one of its own from it."""
+    return next(kind for kind in type(block).__mro__ if not issubclass(kind, FSDPModule))
+
+
 def write(config: Config, precision: str, num_processes: int, model: nn.Module) -> None:
     """Write the files of a run into its folder."""
     folder = config.output_dir
-    # A pipeline's stages have no such blocks, nor does it need them.
-    classes = {type(block).__name__ for block in blocks(model).values()} if config.parallel.strategy in BY_FSDP else ()
+    classes = {_own_class(block).__name__ for block in blocks(model).values()} if _by_fsdp_alone(config) else ()
     settings = accelerate_settings(
         config, precision, num_processes, ",".join(sorted(classes)), deepspeed=str(folder / DEEPSPEED)
     )

@@ -75,6 +75,22 @@ def test_course_train_with_a_strategy(tmp_path, ddp, strategy, engine):
     assert (summary["strategy"], summary["engine"]) == (strategy, engine or ENGINES[strategy][0])
     assert summary["world_size"] == 2 == len(summary["memory"]["peak_bytes"])
     assert "accuracy" in summary["eval"] and (tmp_path / "run" / "model" / "model.safetensors").exists()
+    written = yaml.safe_load((tmp_path / "run" / "accelerate.yaml").read_text())
+    if "fsdp_config" in written:  # the model's own class: `fully_shard` derives another, which no other script has
+        assert written["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "BertLayer"
+    assert ("fsdp_config" in written) == (strategy in ("zero2", "zero3", "fsdp"))
+
+
+def test_course_train_with_stages_that_fully_shard_splits(tmp_path):
+    """Such a run is no FSDP over all ranks, which is all that Accelerate's file could say."""
+    stages = ["--training_type", "pipeline", "--pipeline_parallel_size", "2", "--batch_size", "8"]
+    chosen = [*stages, "--strategy", "fsdp"]
+    done = run_course("train", *TINY, "--num_processes", "4", *chosen, "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "fsdp_config" not in yaml.safe_load((tmp_path / "run" / "accelerate.yaml").read_text())
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["strategy"], summary["engine"], summary["pipeline"]["data_parallel_size"]) == ("fsdp", "torch", 2)
+    assert "accuracy" in summary["eval"] and (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
 @pytest.mark.long
@@ -185,4 +201,4 @@ def test_course_train_in_stages(tmp_path, ddp):
         tmp_path / "other",
     )
     assert refused.returncode == 2 and "Traceback" not in refused.stderr and not (tmp_path / "other").exists()
-    assert "zero3 moves gradients or parameters in every micro-batch" in refused.stderr
+    assert "zero3 moves gradients or parameters with every micro-batch" in refused.stderr
