@@ -155,11 +155,12 @@ def shard_with_torch(
             "cpu_offload moves pieces from a GPU to the host, and this model is on the CPU already",
             "leave it out, or run on a GPU",
         )
-    # --- phase 1: which modules are units ---
+    # --- phase 1: which modules are units, and what fully_shard would do wrong without a word ---
     chosen = list(dict.fromkeys(partition.blocks(module).values() if units is None else units))
+    check_units(module, chosen)
     mesh = mesh or init_device_mesh("cpu" if filled_later else device.type, (dist.get_world_size(),))
     names = names_of(module)  # before: the parameters will be others
-    # --- phases 2 and 3: all ranks begin alike, then each keeps its part ---
+    # --- phase 2: all ranks begin alike, then each keeps its part ---
     split_in_place(
         module,
         chosen,
@@ -171,7 +172,7 @@ def shard_with_torch(
     )
     if filled_later:  # now there is room to make for a share alone
         module._apply(lambda tensor: torch.empty_like(tensor, device=mesh.device_type) if tensor.is_meta else tensor)
-    # --- phase 4: the optimizer's parameters, by name, are the DTensors now ---
+    # --- phase 3: the optimizer's parameters, by name, are the DTensors now ---
     sharded = dict(module.named_parameters())
     repoint(optimizer, {parameter: sharded[name] for parameter, name in names.items()})
     return TorchFullyShardedDataParallel(module, optimizer, mesh)
@@ -197,20 +198,15 @@ def split_in_place(
         reshard_after_forward: of the units; the root stays whole, as backward begins there.
         mp_policy: dtypes of computing and reducing.
         offload_policy: where shards lie.
-    Raises:
-        ConfigError: units that overlap; parameters tied between units.
     """
-    # --- phase 1: what fully_shard would do wrong without a word ---
-    partition.check_disjoint(units)
-    _check_not_tied_between(module, units)
-    # --- phase 2: all ranks begin alike, which fully_shard leaves to the caller. Along one axis after the other, from
+    # --- phase 1: all ranks begin alike, which fully_shard leaves to the caller. Along one axis after the other, from
     # the first rank of each line: after the last axis everybody has what rank 0 had. ---
     over = {parameter: ranks for part, ranks in apart.items() for parameter in part.parameters()}
     for tensor in [*module.parameters(), *module.buffers()]:
         alike = over.get(tensor, mesh)  # type: ignore[call-overload]
         for axis in range(alike.ndim if not tensor.is_meta else 0):
             dist.broadcast(tensor.detach(), group=alike.get_group(axis), group_src=0)
-    # --- phase 3: shard, units before the root: what a unit has taken, the root leaves alone. A parameter (d, …) is now
+    # --- phase 2: shard, units before the root: what a unit has taken, the root leaves alone. A parameter (d, …) is now
     # a DTensor whose local part is (d / N, …). ---
     policies: dict[str, Any] = {"mp_policy": mp_policy, "offload_policy": offload_policy}
     for part, ranks in apart.items():
@@ -244,8 +240,13 @@ def pieces(module: nn.Module) -> dict[str, Shard]:
     return runs
 
 
-def _check_not_tied_between(module: nn.Module, chosen: Collection[nn.Module]) -> None:
-    """FSDP2 has one owner for a parameter: a unit that another module reaches into cannot be split by itself."""
+def check_units(module: nn.Module, chosen: Collection[nn.Module]) -> None:
+    """Refuse units that overlap, or that other modules reach into: FSDP2 has one owner for a parameter.
+
+    Raises:
+        ConfigError: the unit, and the parameter.
+    """
+    partition.check_disjoint(chosen)
     owner = partition.owners(module, chosen)
     for unit in chosen:
         for name, parameter in unit.named_parameters():

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from course_lib.errors import ConfigError
 from course_lib.parallel.sharding import Shard, repoint
-from course_lib.parallel.torch_engines.fsdp import local, pieces, split_in_place
+from course_lib.parallel.torch_engines.fsdp import check_units, local, pieces, split_in_place
 from course_lib.parallel.torch_engines.pipeline import own_memory
 from course_lib.training.engines.pipeline import PipelineEngine, StagesState
 from course_lib.training.engines.with_torch import leave_out_fused_sgd
@@ -57,6 +57,7 @@ class ShardedPipeline(PipelineEngine):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low else MixedPrecisionPolicy()
         for number, stage in self.stages.items():
             stage.register_forward_hook(own_memory)  # before those of fully_shard, which hang on what a stage returns
+            check_units(stage, self.stage_blocks[number])
             split_in_place(
                 stage,
                 self.stage_blocks[number],

@@ -17,11 +17,12 @@ pytestmark = pytest.mark.usefixtures("two_blocks")
 
 ALONE = ("compile", "checkpointing", "lora", "4bit", "sgd", "adafactor", "muon", "watch", "async_save")
 """Beside an axis of ranks; two of them are no matter of ranks."""
-RANKS = ("pipeline", "zero1", "zero2", "zero3", "fsdp", "tensor", "sequence", "context", "experts", "communication")
 OF_THE_UPDATE = ("lora_r", "load_in_4bit", "optimizer", "adam_epsilon")
 """Options that one process needs too, to be compared with."""
 LOSSY = 1e-2
 """Difference of a loss where gradients travel in eight bits."""
+OF_MUON = 3e-5
+"""Difference of a weight where muon multiplies its updates, of 1e-3, in bf16."""
 SOME = (("pipeline", "fsdp"), ("fsdp", "experts"), ("tensor", "compile"), ("pipeline", "compile"), ("zero3", "4bit"))
 """In `make test`."""
 
@@ -29,7 +30,7 @@ SOME = (("pipeline", "fsdp"), ("fsdp", "experts"), ("tensor", "compile"), ("pipe
 def cases():
     """By pair and engine, the options of a run; 4 ranks for two axes of ranks, where each needs its own."""
     found = {}
-    for pair in [*itertools.combinations(RANKS, 2), *itertools.product(RANKS, ALONE)]:
+    for pair in [*itertools.combinations(combinations.RANKS, 2), *itertools.product(combinations.RANKS, ALONE)]:
         for engine, row in (combinations.together(*pair) or {}).items():
             if row is None and engine != "accelerate":
                 found[pair, engine] = layout(pair, engine)
@@ -80,7 +81,8 @@ def test_every_pair_that_is_not_refused_trains_as_one_process_does(tmp_path, pai
         here = {
             case: given
             for case, given in chosen.items()
-            if (case[1] == "deepspeed") == deepspeed and (4 if set(case[0]) <= set(RANKS) else 2) == world_size
+            if (case[1] == "deepspeed") == deepspeed
+            and (4 if set(case[0]) <= set(combinations.RANKS) else 2) == world_size
         }
         if not here:
             continue
@@ -90,6 +92,11 @@ def test_every_pair_that_is_not_refused_trains_as_one_process_does(tmp_path, pai
             given = here[pair, engine]
             wanted = alone(given.get("model", "tiny-gpt2"), tuple((n, given[n]) for n in OF_THE_UPDATE if n in given))
             cell = parity.compare(found, wanted, " × ".join(pair), engine, world_size)
-            if not (cell.loss < LOSSY if "communication" in pair else cell.agrees):
+            coarse = (
+                cell.loss < LOSSY
+                if "communication" in pair
+                else "muon" in pair and cell.loss < parity.LOSS_TOLERANCE and cell.weight < OF_MUON
+            )
+            if not (coarse or cell.agrees):
                 wrong.append(cell)
     assert wrong == []
