@@ -7,9 +7,11 @@ import pytest
 from course_lib.commands.explain import explained
 from course_lib.config import build, option, options
 from course_lib.config_sections import combinations
-from course_lib.config_sections.axes import PLAIN
+from course_lib.config_sections.axes import PLAIN, WHOLE_BACKWARD
 from course_lib.config_sections.refusals import REFUSALS
 from course_lib.errors import ConfigError
+from course_lib.parallel.pipeline.actions import I
+from course_lib.parallel.pipeline.fitted.search import uniform
 from tools import combinations as tools
 
 TRAINABLE = {"task": "causal_lm", "tracker": "jsonl"}
@@ -72,6 +74,15 @@ def test_what_no_engine_has_is_refused_before_anything_else():
         build({"engine": "deepspeed"})
     with pytest.raises(ConfigError, match="offload optimizer is not in engine scratch with fsdp"):
         build({"strategy": "fsdp", "engine": "scratch", "offload": "optimizer"})  # was taken, and ignored
+
+
+def test_the_schedules_that_split_the_backward_are_those_whose_tables_do():
+    splits = {
+        name
+        for name in option("schedule").choices
+        if any(action.kind == I for row in uniform(name, 2, 8).rows for action in row)
+    }
+    assert {*option("schedule").choices} - splits == {*WHOLE_BACKWARD}
 
 
 @pytest.mark.parametrize(

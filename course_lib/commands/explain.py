@@ -8,8 +8,7 @@ from typing import Any
 from course_lib import config_files
 from course_lib.config import Option, option
 from course_lib.config_sections import combinations
-from course_lib.config_sections.axes import AXES, PLAIN, merged
-from course_lib.config_sections.refusals import Refusal
+from course_lib.config_sections.axes import AXES, PLAIN, Refusal, merged
 from course_lib.config_sections.unread import READERS
 
 BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}

@@ -6,8 +6,8 @@ The configuration, ``course train --explain``, the planner, the documentation an
 from collections.abc import Iterable
 from typing import Any
 
-from course_lib.config_sections.axes import AXES, ENGINES, PLAIN, Leaves, merged
-from course_lib.config_sections.refusals import NAMES, REFUSALS, SHARDED, Refusal
+from course_lib.config_sections.axes import AXES, ENGINES, PLAIN, Leaves, Refusal, merged
+from course_lib.config_sections.refusals import NAMES, REFUSALS, SHARDED
 
 OURS_FIRST = ("pipeline", "tensor", "experts", "communication")
 """Axes by which the default engine is the course's own, where it has the layout."""

@@ -1,61 +1,10 @@
 """The combinations of axes that are refused, each with the reason and what to do instead; what no row names runs."""
 
-import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
-from course_lib.config_sections.axes import AXES, ENGINES, Leaves, merged
-from course_lib.errors import ConfigError
+from course_lib.config_sections.axes import ENGINES, Refusal
 
 NAMES = ("torch", "scratch", "deepspeed", "accelerate")
 """Of all engines."""
 ZERO, SHARDED = "zero1|zero2|zero3", "zero1|zero2|zero3|fsdp"
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Axes that are not had together.
-
-    Attributes:
-        axes: a refused run has all of them; ``a|b`` is one of the two.
-        why: a sentence with names of options in braces, for their values, and ``{0}``, ``{1}``, … for the word of the
-            run's first axis, the second, ….
-        instead: what to do, likewise.
-        cure: options under which the same run would not be refused for this.
-    """
-
-    axes: tuple[str, ...]
-    why: str
-    instead: str = "leave one of the two out"
-    cure: Mapping[str, str | None] = field(default_factory=dict, hash=False)
-
-    def chosen(self, leaves: Leaves) -> tuple[str, ...] | None:
-        """The axes of a run that it refuses together; None where the run lacks one of them."""
-        found = self._of_each(leaves)
-        return None if None in found else tuple(map(str, found))
-
-    def named(self, leaves: Leaves) -> int:
-        """How many of its axes a run has."""
-        return sum(axis is not None for axis in self._of_each(leaves))
-
-    def _of_each(self, leaves: Leaves) -> list[str | None]:
-        return [next((a for a in either.split("|") if AXES[a].chosen(leaves)), None) for either in self.axes]
-
-    def examples(self) -> Iterator[dict[str, Any]]:
-        """Options of the runs that it refuses, one for each choice of its alternatives that can be made together."""
-        for axes in itertools.product(*(either.split("|") for either in self.axes)):
-            if (options := merged(axes)) is not None:
-                yield options
-
-    def error(self, leaves: Leaves) -> ConfigError:
-        """The line for a run that it refuses."""
-        words = [AXES[axis].word for axis in self.chosen(leaves) or ()]
-        why, instead = (text.format(*words, **leaves) for text in (self.why, self.instead))
-        cure = {option: value for option, value in self.cure.items() if leaves.get(option) != value}
-        return ConfigError(why, instead, cure=cure or None)
-
-
 ACCELERATED = {"training_type": "accelerated"}
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -108,7 +57,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         ("pipeline", "zero2|zero3"),
         "{strategy} moves gradients or parameters with every micro-batch, of which a pipeline has many in flight",
-        "use --strategy ddp, zero1 or fsdp, which moves them once a step",
+        "use --strategy ddp, zero1 or fsdp, which moves them once a batch",
     ),
     Refusal(
         ("pipeline", "fsdp", "scratch"),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from course_lib import torch_names  # noqa: F401
@@ -250,3 +251,8 @@ def scatter_whole(whole: Mapping[str, torch.Tensor], pieces: Mapping[str, Shard]
     with torch.no_grad():
         for name, piece in pieces.items():
             piece.data.copy_(piece.of(whole[name]))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a ``DTensor``; of another tensor, all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from course_lib.parallel.absence import ABSENT, are_absent
 from course_lib.parallel.sharded_gradient import held, put
+from course_lib.parallel.sharding import local
 
 
 def sum_shared_gradients(
@@ -39,9 +40,10 @@ def sum_shared_gradients(
         # Of several stages here any will do: they share the weight, and its gradient.
         stage = next(stage for stage in names if stage_ranks[stage] == rank)
         weight = stages[stage].get_parameter(names[stage])
-        # A holder whose loss did not reach it sends what says so: the others wait for its part.
-        mine = _own_part(held(weight))  # whole on this rank, also where ZeRO-1 shows the gradient of all ranks
-        own = torch.full_like(_own_part(weight), ABSENT) if mine is None else mine.contiguous() + 0.0
+        # Whole on this rank, also where ZeRO-1 shows the gradient of all ranks; or, of what `fully_shard` split, the
+        # rows that all holders have. One whose loss did not reach it sends what says so: the others wait for its part.
+        mine = held(weight)
+        own = torch.full_like(local(weight), ABSENT) if mine is None else local(mine).contiguous() + 0.0
         parts = {peer: own if peer == rank else torch.empty_like(own) for peer in holders}
         # --- every holder sends to every other: there are two of them, or few, and no group of theirs is needed ---
         exchange = [
@@ -56,11 +58,6 @@ def sum_shared_gradients(
         # copies drift apart. holders times (…) -> (…). What no loss reached has no gradient. ---
         total = functools.reduce(torch.add, [parts[peer].detach() for peer in holders])
         put(weight, None if mine is None and are_absent([total])[0] else _as_split(total, weight))
-
-
-def _own_part(tensor: Any) -> Any:
-    """Of what ``fully_shard`` split, this rank's rows, which are the same on all holders; else the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _as_split(part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

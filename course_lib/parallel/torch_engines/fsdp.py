@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from course_lib.errors import ConfigError
 from course_lib.parallel import blocks as partition
-from course_lib.parallel.sharding import Shard, check_elementwise, names_of, repoint
+from course_lib.parallel.sharding import Shard, check_elementwise, local, names_of, repoint
 from course_lib.parallel.wrapping import run_hooks_always
 from course_lib.torch_names import parameter_groups
 
@@ -256,8 +256,3 @@ def check_units(module: nn.Module, chosen: Collection[nn.Module]) -> None:
                     "and fully_shard cannot split a parameter that units share",
                     "choose units= that keep tied parameters together, or the engine from scratch",
                 )
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a ``DTensor``; of another tensor, all of it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -24,8 +24,8 @@ from course_lib.parallel.pipeline.validation import check
 class TorchPipeline:
     """Runs a table in torch's schedule runtime, with the face of ``PipelineExecutor``.
 
-    Stages that ``fully_shard`` has split over data parallel ranks are gathered before their first action of a step, and
-    their gradients reduced after the last: the runtime adds these actions to the table.
+    Stages that ``fully_shard`` has split over data parallel ranks are gathered before their first action of a batch,
+    and their gradients reduced after the last: the runtime adds these actions to the table.
 
     Args:
         schedule: the table; torch adds its own sends and receives.

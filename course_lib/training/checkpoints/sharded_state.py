@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from course_lib.errors import CheckpointError
 from course_lib.modeling.experts import ExpertParallel
-from course_lib.parallel.sharding import Shard, gather_whole, names_of, scatter_whole
+from course_lib.parallel.sharding import Shard, gather_whole, local, names_of, scatter_whole
 from course_lib.parallel.tensor_parallel import ParameterSplit
 from course_lib.parallel.tensor_plans import TensorParallel
 from course_lib.training.checkpoints import safetensors_tree, sharded
@@ -239,6 +239,7 @@ class ShardedState(StoredState):
 
     def state_piece(self, piece: Shard, value: torch.Tensor) -> Shard:
         """A tensor of state as a piece: like its parameter's, or a number that all ranks share."""
+        value = local(value)
         if value.numel() == piece.data.numel() and value.ndim:
             return Shard(piece.shape, piece.start, value.view(-1))
         return Shard(torch.Size([1]), 0, value.view(1))

@@ -7,10 +7,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
 from course_lib.errors import ConfigError
-from course_lib.parallel.sharding import Shard, repoint
-from course_lib.parallel.torch_engines.fsdp import check_units, local, pieces, split_in_place
+from course_lib.parallel.sharding import Shard, local, repoint
+from course_lib.parallel.torch_engines.fsdp import check_units, pieces, split_in_place
 from course_lib.parallel.torch_engines.pipeline import own_memory
-from course_lib.training.engines.pipeline import PipelineEngine, StagesState
+from course_lib.training.engines.pipeline import PipelineEngine
+from course_lib.training.engines.stages_state import StagesState
 from course_lib.training.engines.with_torch import leave_out_fused_sgd
 
 
@@ -22,15 +23,13 @@ class ShardedStagesState(StagesState):
     def own_pieces(self) -> dict[str, Shard]:
         return pieces(self.model)
 
-    def state_piece(self, piece: Shard, value: Tensor) -> Shard:
-        return super().state_piece(piece, local(value))
-
 
 class ShardedPipeline(PipelineEngine):
     """``--training_type pipeline --strategy fsdp``: each stage is a root of ``fully_shard``, each of its blocks a unit.
 
-    A stage is gathered before its first forward of a step and reduced after its last backward, not with each
-    micro-batch: a pipeline of M micro-batches would gather it 2 M times.
+    A stage is gathered before a batch's first forward and reduced after its last backward, not with each micro-batch:
+    with M of them it would be gathered 2 M times. (Of more than three stages on a rank torch's runtime frees some in
+    between.)
     """
 
     stored_class = ShardedStagesState

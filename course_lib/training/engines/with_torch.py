@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from course_lib.config import Config
 from course_lib.errors import ConfigError
 from course_lib.parallel.blocks import blocks
-from course_lib.parallel.sharding import Shard
-from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, local, pieces, shard_with_torch
+from course_lib.parallel.sharding import Shard, local
+from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, pieces, shard_with_torch
 from course_lib.training.checkpoints.sharded_state import ShardedState, whole_pieces
 from course_lib.training.engines.accelerate_ddp import ddp_options
 from course_lib.training.engines.sharded import ShardedEngine
@@ -108,9 +108,6 @@ class DTensorState(ShardedState):
 
     def own_pieces(self) -> dict[str, Shard]:
         return pieces(self.model)
-
-    def state_piece(self, piece: Shard, value: torch.Tensor) -> Shard:
-        return super().state_piece(piece, local(value))
 
 
 class TorchFSDP(ShardedEngine):

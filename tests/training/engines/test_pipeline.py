@@ -1,10 +1,12 @@
 """The pipeline trainer on real ranks gives what the plain loop gives, and its checkpoints serve every other run."""
 
 import json
+from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 
 from course_lib import modeling
@@ -12,6 +14,7 @@ from course_lib.config import build
 from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
+from course_lib.metering.meter import Meter
 from course_lib.training.callbacks import Callback
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.engines import pipeline
@@ -106,6 +109,35 @@ def without(folder):
     return {"untied": untied, "apart": apart, "untied shards": untied_shards}
 
 
+def calls_among_copies(folder, options):
+    """Collectives of each step among the ranks that hold the same stages, by kind."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    config = parity.task(folder, 1, **TWO_BY_TWO | {"max_steps": 3, "eval_steps": 0} | options)
+    config.output_dir.mkdir(parents=True, exist_ok=True)
+    trainer = build_trainer(config)[0]
+    step, steps = trainer.train_step, []
+    copies = dist.get_process_group_ranks(trainer.ranks.groups.dp)
+
+    def metered(micro_batches):
+        with Meter(trainer.model, trainer.optimizer) as meter:
+            done = step(micro_batches)
+        steps.append(Counter(call.name for call in meter.collectives if list(call.ranks) == copies))
+        return done
+
+    trainer.train_step = metered
+    trainer.train()
+    return steps, len(trainer.engine.blocks())
+
+
+def calls(folder):
+    sharded = {"strategy": "fsdp", "gradient_accumulation_steps": 1}
+    return {
+        chunks: calls_among_copies(folder / f"calls-{chunks}", sharded | {"pipeline_chunks": chunks, "batch_size": 4})
+        for chunks in (2, 4)
+    }
+
+
 def refusals(folder):
     asked = {
         "sizes": {"data_parallel_size": 3},
@@ -151,7 +183,10 @@ def on_two_and_refused(folder):
 
 
 def on_four(folder):
-    return run(folder, {name: TWO_BY_TWO | each for name, each in FOUR.items()}) | {"without": without(folder)}
+    return run(folder, {name: TWO_BY_TWO | each for name, each in FOUR.items()}) | {
+        "without": without(folder),
+        "calls": calls(folder),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +242,15 @@ def test_two_pipelines_of_two_ranks_train_like_the_plain_loop(four, plain, name)
 def test_two_pipelines_that_fully_shard_splits_compute_in_bf16_too(four, plain):
     assert agrees(four[0]["2x2 fsdp bf16"], plain["bf16"], tolerance=2e-2) < 2e-3
     assert four[0]["2x2 fsdp bf16"]["losses"] != pytest.approx(plain["basic"]["losses"], abs=1e-5)
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_a_stage_is_gathered_and_reduced_once_a_batch_not_with_each_micro_batch(four, chunks):
+    steps, blocks = four[0]["calls"][chunks]
+    units = blocks + 1  # and what is around the blocks
+    assert blocks > 0 and len(steps) == 3
+    for moved in steps[1:]:  # in the first one torch's runtime learns the shapes of messages, by one forward more
+        assert (moved["all_gather"], moved["reduce_scatter"]) == (units, units)
 
 
 @pytest.mark.long
