@@ -14,7 +14,7 @@ import statistics
 from pathlib import Path
 
 from course_lib.errors import LaunchError
-from course_lib.lessons import communication_lab as lab
+from course_lib.lessons.communication import lab
 from course_lib.lessons.slow_link import Link
 from course_lib.system import machine
 from course_lib.writing import write_text

@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from course_lib.launching.launch import launch
-from course_lib.lessons import adapters_lab as lab
+from course_lib.lessons.adapters import lab
 from course_lib.system import machine
 from course_lib.writing import write_text
 

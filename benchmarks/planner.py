@@ -99,7 +99,7 @@ def _rank() -> dict[int, dict[str, float]]:
     """Bytes by kind of one rank after a warm step: states after the backward pass, the peak of activations."""
     from accelerate import PartialState
 
-    from course_lib.lessons import zero_lab
+    from course_lib.lessons.zero import lab as zero_lab
     from course_lib.metering.meter import Meter
 
     rank, held = PartialState(cpu=True).process_index, {}

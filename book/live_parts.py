@@ -19,7 +19,7 @@ MODULES = (
     "course_lib/__init__.py",
     "course_lib/errors.py",
     "course_lib/missing_extra.py",
-    *(f"course_lib/config_sections/{name}.py" for name in ("__init__", "axes", "refusals", "combinations")),
+    *(f"course_lib/config/{name}.py" for name in ("axes", "refusals", "combinations")),
     "course_lib/parallel/__init__.py",
     "course_lib/parallel/pipeline/**/*.py",
     "course_lib/commands/__init__.py",
@@ -40,6 +40,7 @@ TABLES = "course_lib/planning/catalogue/*.yaml"
 def modules() -> bytes:
     """A ZIP archive of the modules, with the same bytes for the same sources."""
     content = {path: path.read_bytes() for pattern in MODULES for path in sorted(ROOT.glob(pattern))}
+    content[ROOT / "course_lib/config/__init__.py"] = b""  # the fields need a package that the browser's Python has not
     for path in sorted(ROOT.glob(TABLES)):
         table = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         content[path.with_suffix(".json")] = json.dumps(table).encode()

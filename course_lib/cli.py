@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn
 
-from course_lib import __version__, config_files, missing_extra
+from course_lib import __version__, missing_extra
 from course_lib.cloud import container
 from course_lib.commands import (
     audit,
@@ -50,6 +50,7 @@ from course_lib.commands import (
     train,
     watch,
 )
+from course_lib.config import files as config_files
 from course_lib.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUME, ConfigError, CourseError, near, nearest
 from course_lib.tracking.redact import redact
 

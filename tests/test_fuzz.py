@@ -22,9 +22,10 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from course_lib import cli, config_files
+from course_lib import cli
 from course_lib.commands.options import config_from
 from course_lib.config import Config, options
+from course_lib.config import files as config_files
 from course_lib.data import DataConnector
 from course_lib.errors import CheckpointError, CourseError
 from course_lib.training.checkpoints import checkpoint, manifest, resuming

@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from course_lib import config_files
+from course_lib.config import files as config_files
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -283,7 +283,7 @@ def test_no_module_of_ours_bears_the_name_of_another_package():
     others = set(sys.stdlib_module_names) | set(importlib.metadata.packages_distributions()) - {"course_lib", "tests"}
     inside = (ROOT / "course_lib").iterdir()
     ours = {path.stem for path in inside if path.is_dir() or path.suffix == ".py"} - {"__init__", "__pycache__"}
-    assert {"config", "config_files", "errors"} <= ours and {"evaluate", "types", "wandb"} <= others
+    assert {"config", "errors"} <= ours and {"evaluate", "types", "wandb"} <= others
     assert not ours & others
 
 

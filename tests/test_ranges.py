@@ -167,7 +167,7 @@ def test_a_checkpoint_of_either_torch_goes_on_under_the_other(full, tmp_path, st
 
 def test_what_a_newer_version_brings_is_refused_with_its_number(full):
     for code, said in (
-        ("import course_lib.lessons.experts_lab", "needs transformers 5.19, and 5.17.0 is installed"),
+        ("import course_lib.lessons.experts.lab", "needs transformers 5.19, and 5.17.0 is installed"),
         (
             "from course_lib.parallel.pipeline.schedules import make\n"
             "from course_lib.parallel.torch_engines.pipeline import TorchPipeline\n"

@@ -5,9 +5,9 @@ python tools/combinations.py
 
 from pathlib import Path
 
-from course_lib.config_sections.axes import PLAIN, Refusal
-from course_lib.config_sections.combinations import default_engine, table
-from course_lib.config_sections.refusals import REFUSALS
+from course_lib.config.axes import PLAIN, Refusal
+from course_lib.config.combinations import default_engine, table
+from course_lib.config.refusals import REFUSALS
 from course_lib.writing import write_part
 
 PAGE = Path(__file__).parents[1] / "docs" / "strategies.md"

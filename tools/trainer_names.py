@@ -8,9 +8,9 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
-from course_lib import config_trainer_names as names
 from course_lib.config import options
-from course_lib.config_files import ALIASES
+from course_lib.config import trainer_names as names
+from course_lib.config.files import ALIASES
 from course_lib.writing import write_text
 
 PAGE = Path(__file__).parents[1] / "docs" / "trainer-names.md"
@@ -63,7 +63,7 @@ def page() -> str:
         [
             "# The Hugging Face Trainer's arguments here",
             "",
-            "Made by `python tools/trainer_names.py` from `course_lib/config_trainer_names.py`; a test holds it to the "
+            "Made by `python tools/trainer_names.py` from `course_lib/config/trainer_names.py`; a test holds it to the "
             "code.",
             "",
             f"Of the {len(table)} fields of `transformers.TrainingArguments` (version 5.23) {counts['works']} have the "

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from benchmarks.hardware.findings import Findings, Settings
 from course_lib.config import build
-from course_lib.config_sections.axes import ENGINES
+from course_lib.config.axes import ENGINES
 from course_lib.launching.launch import launch
 from course_lib.training.run import train
 

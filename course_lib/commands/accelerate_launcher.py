@@ -16,12 +16,12 @@ from typing import Any
 
 import psutil
 
-from course_lib import config_files
 from course_lib.commands import launcher_words
 from course_lib.commands.launcher_words import LAUNCHER, Said
 from course_lib.commands.options import given_fields
+from course_lib.config import files as config_files
 from course_lib.config import option
-from course_lib.config_sections.axes import ENGINES
+from course_lib.config.axes import ENGINES
 from course_lib.errors import ConfigError
 from course_lib.launching import launch_environment
 from course_lib.launching.launch_environment import LaunchEnvironment

@@ -5,11 +5,10 @@ import types
 import typing
 from typing import Any
 
-from course_lib import config_files
-from course_lib.config import Option, option
-from course_lib.config_sections import combinations
-from course_lib.config_sections.axes import AXES, PLAIN, Refusal, merged
-from course_lib.config_sections.unread import READERS
+from course_lib.config import Option, combinations, option
+from course_lib.config import files as config_files
+from course_lib.config.axes import AXES, PLAIN, Refusal, merged
+from course_lib.config.unread import READERS
 
 BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
 """Words for the limits of a number."""

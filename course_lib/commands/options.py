@@ -8,8 +8,9 @@ import typing
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from course_lib import config_files, config_trainer_names
 from course_lib.config import Config, Option, options
+from course_lib.config import files as config_files
+from course_lib.config import trainer_names as config_trainer_names
 
 FIRST = "what matters first"
 MATTER = (

@@ -124,7 +124,7 @@ def _show(args: argparse.Namespace, costs: "Costs") -> int:
     if args.csv:
         csv_form.write(without_communication(schedule), args.csv)
     if args.svg or args.png:
-        from course_lib.figures.pipeline import gantt
+        from course_lib.figures.timelines import gantt
 
         _save(gantt({"": timeline}, schedule_report.finding(timeline)), args)
     return 0
@@ -169,7 +169,7 @@ def _compare(args: argparse.Namespace, costs: "Costs") -> int:
 
 def _comparison(candidates: "Sequence[ScheduleCandidate]", args: argparse.Namespace) -> "Figure":
     from course_lib.commands import schedule_report
-    from course_lib.figures.pipeline import bubble_beside_memory
+    from course_lib.figures.timelines import bubble_beside_memory
 
     several = len(args.microbatches) > 1
     points = {

@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 )
 
 from course_lib.config import DataConfig
-from course_lib.config_sections.learning import OFFLINE_NAMES
+from course_lib.config.learning import OFFLINE_NAMES
 from course_lib.data import bundled, folders, localfiles
 from course_lib.data.cache import progress_bars
 from course_lib.data.pydocs import load_pydocs

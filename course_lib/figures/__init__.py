@@ -1,1 +1,1 @@
-"""Every plot of the course, in one style."""
+"""The style of all plots, the plots that commands draw, and the kit of the diagrams."""

@@ -1,4 +1,4 @@
-"""What the notebooks share and measure: one module for each lesson's experiments."""
+"""A package for each lesson, with its experiments, figures and diagrams; beside them, what several lessons use."""
 
 from course_lib.missing_extra import require_torch
 

@@ -23,8 +23,8 @@ from torch import nn
 
 from course_lib import modeling
 from course_lib.config import Config, build
-from course_lib.config_sections.axes import ENGINES
-from course_lib.config_sections.learning import DataConfig, ModelConfig
+from course_lib.config.axes import ENGINES
+from course_lib.config.learning import DataConfig, ModelConfig
 from course_lib.data import DataConnector, DataProcessor
 from course_lib.data.processing import ProcessedData
 from course_lib.launching.launch import launch

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from course_lib.config import Config
-from course_lib.config_files import load
+from course_lib.config.files import load
 from course_lib.errors import ConfigError
 from course_lib.planning import benchmark, cost, memory, models
 from course_lib.planning.hardware import Cluster

@@ -8,8 +8,8 @@ import math
 import shlex
 from typing import Any
 
-from course_lib.config_sections import combinations
-from course_lib.config_sections.axes import PLAIN
+from course_lib.config import combinations
+from course_lib.config.axes import PLAIN
 from course_lib.errors import ConfigError
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan

@@ -20,7 +20,7 @@ import scipy.stats
 import yaml
 from sklearn.model_selection import ParameterGrid, ParameterSampler
 
-from course_lib import config_files
+from course_lib.config import files as config_files
 from course_lib.errors import ConfigError, CourseError, nearest
 from course_lib.tracking.base import ends_by_name
 from course_lib.writing import write_text

@@ -28,8 +28,9 @@ class ClassificationCounts:
     """Accuracy and macro-F1 of what has been added, from counts per class.
 
     Macro-F1 is the unweighted mean of the F1, 2 TP / (2 TP + FP + FN), of every class that is predicted or referred
-    to, as by default in scikit-learn and ``evaluate``: a class that does not occur says nothing. The same by these,
-    :class:`course_lib.lessons.reference_metrics.ClassificationMetrics`, is a second of import, which ranks would pay.
+    to, as by default in scikit-learn and ``evaluate``: a class that does not occur says nothing.
+    :mod:`course_lib.lessons.evaluation.reference_metrics` has the same by these two, a second of import that ranks
+    would pay.
 
     Args:
         num_labels: classes of the model.

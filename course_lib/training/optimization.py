@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from course_lib.config import OptimConfig
-from course_lib.config_sections import schedules
+from course_lib.config import lr_schedules as schedules
 from course_lib.parallel.muon import Muon, muon_groups
 
 NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")

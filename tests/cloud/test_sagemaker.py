@@ -21,7 +21,7 @@ from course_lib.cloud.sagemaker import Account, CloudError
 from course_lib.cloud.stand_in import ROLE
 from course_lib.commands import submit
 from course_lib.config import build
-from course_lib.config_files import load
+from course_lib.config.files import load
 from course_lib.errors import ConfigError
 from course_lib.training.checkpoints import checkpoint, manifest
 from tests.forked_process import run_course

@@ -13,12 +13,13 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import launch
 
-from course_lib import cli, config_files
+from course_lib import cli
 from course_lib.commands import accelerate_launcher, launcher_words
 from course_lib.commands.launcher_words import FILE_WORDS, READ_BY_OTHERS, WORDS
 from course_lib.commands.options import config_from
 from course_lib.config import build, flatten
-from course_lib.config_sections.axes import ENGINES
+from course_lib.config import files as config_files
+from course_lib.config.axes import ENGINES
 from course_lib.errors import ConfigError
 from course_lib.training.engines.with_deepspeed import deepspeed_config
 from course_lib.training.launchfiles import accelerate_settings, accelerate_yaml

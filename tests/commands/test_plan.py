@@ -7,10 +7,11 @@ import shlex
 
 import pytest
 
-from course_lib import cli, config_files
+from course_lib import cli
 from course_lib.commands.options import config_from
 from course_lib.commands.plan import tokens
 from course_lib.commands.plan_page import broken
+from course_lib.config import files as config_files
 from course_lib.planning import hardware, layouts, margins, strategy
 
 ASKED = "plan --model facebook/opt-6.7b --gpus 8 --gpu A100-80 --global-batch 1024 --sequence-length 2048"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from course_lib.config_sections.axes import ENGINES
+from course_lib.config.axes import ENGINES
 from tests.forked_process import run_course
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from transformers import pipeline
 
-from course_lib import config_files
+from course_lib.config import files as config_files
 from course_lib.training.checkpoints import checkpoint
 from tests.commands.conftest import QUICK, command, run
 from tests.forked_process import run_course

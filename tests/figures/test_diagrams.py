@@ -13,24 +13,21 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
 
 from course_lib.errors import ConfigError
-from course_lib.figures.diagrams import (
-    collectives,
-    data_parallel,
-    experts,
-    meeting,
-    memory,
-    pipelines,
-    sequences,
-    sharding,
-    states,
-    store_keys,
-    tensors,
-)
+from course_lib.figures.diagrams import collectives, states
 from course_lib.figures.diagrams.base import Diagram
 from course_lib.figures.diagrams.marks import contrast
 from course_lib.figures.style import COLOURS
+from course_lib.lessons.context import diagrams as sequences
+from course_lib.lessons.data_parallel import diagrams as data_parallel
+from course_lib.lessons.experts import diagrams as experts
+from course_lib.lessons.faults import diagrams as store_keys
+from course_lib.lessons.fsdp import diagrams as sharding
+from course_lib.lessons.pipeline import diagrams as pipelines
+from course_lib.lessons.planning import diagrams as memory
 from course_lib.lessons.slow_link import timeline
-from course_lib.lessons.zero_lab import model_states
+from course_lib.lessons.start import diagrams as meeting
+from course_lib.lessons.tensor import diagrams as tensors
+from course_lib.lessons.zero.lab import model_states
 from course_lib.parallel import collectives as real_collectives
 from course_lib.parallel.pipeline.actions import v_shape
 from course_lib.parallel.pipeline.schedules import make

@@ -8,8 +8,11 @@ from IPython.core.pylabtools import select_figure_formats
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
-from course_lib.figures import explorer, runs, start, steps
 from course_lib.figures.style import COLOURS, PREDICTED, alternative, canvas
+from course_lib.lessons.basic_loop import figures as steps
+from course_lib.lessons.pipeline import explorer
+from course_lib.lessons.start import figures as start
+from course_lib.lessons.tracking.figures import confusion
 
 
 def shown(thing):
@@ -168,7 +171,7 @@ def test_a_line_over_some_of_anothers_places_is_a_column_of_its_table():
 
 
 def test_cells_say_what_is_written_in_them():
-    (table,) = shown(runs.confusion(["no", "yes"], [[3, 1], [2, 2]]))[1]["image/png"]["numbers"]
+    (table,) = shown(confusion(["no", "yes"], [[3, 1], [2, 2]]))[1]["image/png"]["numbers"]
     assert table == {
         "caption": "actual (rows) by predicted (columns)",
         "columns": ["actual", "no", "yes"],

@@ -23,7 +23,7 @@ from benchmarks.hardware import subject as subjects
 from benchmarks.hardware.findings import Findings, Settings, failed, missing
 from benchmarks.hardware.processes import Section
 from course_lib.config import build
-from course_lib.config_sections.axes import ENGINES
+from course_lib.config.axes import ENGINES
 from course_lib.launching.launch import launch
 from course_lib.planning import memory as planning
 from tests.gpu.machine import ROOT, SITE

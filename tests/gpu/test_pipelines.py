@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from course_lib import cli
 from course_lib.commands.options import config_from, given_fields
-from course_lib.config_sections.parallel import PipelineConfig
+from course_lib.config.parallel import PipelineConfig
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.parallel.pipeline import tied

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from course_lib.launching.launch import launch
-from course_lib.lessons import hybrid_lab
+from course_lib.lessons.tensor import hybrid as hybrid_lab
 from course_lib.parallel.tensor_plans import TensorParallel
 from course_lib.parallel.topology import RankGrid
 from course_lib.parallel.torch_engines.tensor_parallel import TorchTensorParallel

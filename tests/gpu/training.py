@@ -4,7 +4,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from course_lib.config import build
-from course_lib.config_sections.axes import ENGINES
+from course_lib.config.axes import ENGINES
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.training.checkpoints import checkpoint

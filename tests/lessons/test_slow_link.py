@@ -6,8 +6,9 @@ import itertools
 import pytest
 
 from course_lib.launching.launch import launch
-from course_lib.lessons import overlap_lab, slow_link
-from course_lib.lessons.fsdp_lab import sizes, small_gpt2
+from course_lib.lessons import slow_link
+from course_lib.lessons.fsdp import overlap as overlap_lab
+from course_lib.lessons.fsdp.lab import sizes, small_gpt2
 from course_lib.lessons.slow_link import Link, timeline
 from tests.virtual_time import VirtualTime
 

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from course_lib.launching.netns import in_own_network
-from course_lib.lessons.tracking_lab import without_a_route
+from course_lib.lessons.tracking.lab import without_a_route
 from tests.notebooks.conftest import execute
 
 

@@ -49,7 +49,7 @@ def test_the_bytes_on_the_wire_are_the_rings(lesson):
 
 
 def test_buckets_over_a_slow_link(lesson):
-    """Who wins is measured, and said; tests/lessons/test_bucket_lab.py has it in virtual time."""
+    """Who wins is measured, and said; tests/lessons/data_parallel/test_buckets.py has it in virtual time."""
     messages, tries = lesson["messages_over_the_link"], lesson["tries_over_the_link"]
     assert messages["one bucket"] == 1 < messages["buckets of half a MiB"] < messages["one per parameter"] == 12 * 4 + 4
     assert [len(seconds) for seconds in tries.values()] == [3] * 3

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 from course_lib.errors import CheckpointError
 from course_lib.launching.launch import launch
-from course_lib.lessons import fsdp_lab as lab
-from course_lib.lessons.checkpoint_lab import boxes_read
+from course_lib.lessons.fsdp import lab
+from course_lib.lessons.fsdp.resharding import boxes_read
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.torch_engines.fsdp import shard_with_torch
 from course_lib.planning import hardware

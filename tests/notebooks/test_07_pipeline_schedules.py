@@ -9,8 +9,8 @@ import pytest
 
 from course_lib.config import build
 from course_lib.errors import ConfigError
-from course_lib.figures.explorer import explorer, view
 from course_lib.lessons.notebook import recorded
+from course_lib.lessons.pipeline.explorer import explorer, view
 from course_lib.parallel.pipeline import csv_form
 from course_lib.parallel.pipeline.actions import Schedule
 from course_lib.parallel.pipeline.fitted.search import search
@@ -29,7 +29,7 @@ def lesson(run_lesson):
 
 
 def test_it_says_how_long_its_ranks_waited(lesson):
-    """tests/lessons/test_pipeline_lab.py compares the same runs with the formulas, in virtual time."""
+    """tests/lessons/pipeline/test_lab.py compares the same runs with the formulas, in virtual time."""
     bubble = {name: lesson[f"bubble_{name}"] for name in MEASURED}
     assert len(bubble) == 8 and all(0 < share < 1 for share in bubble.values())
     tries = lesson["bubbles_of_all_tries"]

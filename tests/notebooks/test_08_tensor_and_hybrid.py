@@ -9,8 +9,9 @@ from torch import nn
 
 from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
-from course_lib.lessons import grid_times, tensor_lab
-from course_lib.lessons.tensor_lab import Shape, distance
+from course_lib.lessons.tensor import grid_times
+from course_lib.lessons.tensor import lab as tensor_lab
+from course_lib.lessons.tensor.lab import Shape, distance
 from course_lib.parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from course_lib.parallel.tensor_plans import TensorParallel
 from course_lib.parallel.topology import RankGrid

@@ -3,9 +3,9 @@
 import nbformat
 import pytest
 
-from course_lib.figures import planning as figures
-from course_lib.lessons import planning_lab
 from course_lib.lessons.notebook import MIME
+from course_lib.lessons.planning import figures
+from course_lib.lessons.planning import lab as planning_lab
 from course_lib.planning import activations, cost, hardware, margins, memory, models, strategy
 from course_lib.planning.plan import RECIPES, Plan
 from tests.notebooks.conftest import NOTEBOOKS, says

@@ -94,7 +94,7 @@ def test_ranks_that_are_gone(lesson):
 
 
 def test_a_rank_is_said_to_be_the_straggler(lesson):
-    """tests/lessons/test_fault_lab.py has the right one named, in virtual time."""
+    """tests/lessons/faults/test_lab.py has the right one named, in virtual time."""
     assert lesson["step_of_rank_1_over_rank_0"] > 0 and 0 < lesson["share_that_rank_0_waits"] < 1
     (named,) = lesson["names_the_straggler"]
     assert named in range(3)

@@ -11,7 +11,7 @@ import pytest
 
 from course_lib.cli import main
 from course_lib.launching.netns import in_own_network
-from course_lib.lessons import tracking_lab as lab
+from course_lib.lessons.tracking import lab
 from course_lib.tracking.base import RunInfo
 from course_lib.tracking.jsonl import JsonLinesTracker
 from tests.forked_process import wandb_imported
@@ -149,7 +149,7 @@ def test_models_of_the_sweep_beat_a_constant(lesson):
 
 
 def test_two_models_are_paired_row_by_row_and_settings_by_seeds(lesson):
-    """Which error is smaller depends on the two models (tests/lessons/test_tweet_lab.py has two that are alike)."""
+    """Which error is smaller depends on the two models (two that are alike: tests/lessons/tracking/test_tweets.py)."""
     assert 0 < lesson["paired_error"] < 2 * lesson["separate_error"]
     assert lesson["paired_over_separate"] == pytest.approx(lesson["paired_error"] / lesson["separate_error"])
     more = abs(lesson["gap"]) > 2 * lesson["paired_error"]

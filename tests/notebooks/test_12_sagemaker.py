@@ -8,8 +8,8 @@ from course_lib.cloud.sagemaker import Account, CloudError
 from course_lib.cloud.stand_in import ROLE
 from course_lib.config import build
 from course_lib.errors import ConfigError
-from course_lib.figures.cloud import losses_by_attempt
 from course_lib.launching.netns import in_own_network
+from course_lib.lessons.cloud.figures import losses_by_attempt
 from tests.notebooks.conftest import NOTEBOOKS, says
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

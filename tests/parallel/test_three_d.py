@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.launching.launch import launch
-from course_lib.lessons import hybrid_lab as lab
+from course_lib.lessons.tensor import hybrid as lab
 from course_lib.metering.meter import Meter, ring_bytes
 from course_lib.parallel import tensor_parallel
 from course_lib.parallel.pipeline.schedules import make

@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from course_lib.commands import plan_files, train
 from course_lib.commands.options import config_from
-from course_lib.config_files import load
+from course_lib.config.files import load
 from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
 from course_lib.modeling import mixtures, presets

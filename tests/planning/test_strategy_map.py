@@ -2,7 +2,7 @@
 
 import pytest
 
-from course_lib.figures import planning as figures
+from course_lib.lessons.planning import figures
 from course_lib.planning import hardware, strategy, strategy_map
 
 

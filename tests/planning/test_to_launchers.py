@@ -11,8 +11,9 @@ from accelerate.commands.config.config_args import load_config_from_file
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import HfArgumentParser, TrainingArguments
 
-from course_lib import cli, config_files
+from course_lib import cli
 from course_lib.config import build
+from course_lib.config import files as config_files
 from course_lib.errors import ConfigError
 from course_lib.parallel.tensor_plans import PLANS
 from course_lib.planning import hardware, models, strategy, to_launchers

@@ -13,7 +13,8 @@ import pytest
 from course_lib.cli import main
 from course_lib.commands import dashboard_server
 from course_lib.errors import ConfigError, DataError
-from course_lib.figures.runs import compare_curves, compare_groups, compare_results, confusion
+from course_lib.figures.runs import compare_curves, compare_results
+from course_lib.lessons.tracking.figures import confusion
 from course_lib.tracking.base import RunInfo
 from course_lib.tracking.collect import metrics_frame, read_runs, runs_frame
 from course_lib.tracking.jsonl import JsonLinesTracker
@@ -55,17 +56,7 @@ def test_frames_and_figures_hold_the_numbers_of_the_runs(runs_folder):
     assert tied.get_suptitle() == "3 runs share the best test/macro_f1: 0.5"
 
 
-def test_groups_are_drawn_with_their_mean_and_classes_with_their_counts(runs_folder):
-    metrics = metrics_frame(read_runs(runs_folder))
-    groups = {"id0": "left", "id1": "left", "id2": "right"}
-    figure = compare_groups(metrics, "train/loss", groups)
-    drawn = [list(line.get_ydata()) for line in figure.axes[0].lines]
-    assert len(drawn) == 3 + 2 and drawn[3] == pytest.approx([1.5, 1.0, 5 / 6]) and drawn[4] == drawn[2]
-    assert figure.get_suptitle() == "Groups end 1.5 apart, runs of one group up to 1"
-    low, high = (text.xy[1] for text in figure.axes[0].texts)
-    assert low == pytest.approx(5 / 6) and high == pytest.approx(7 / 3)
-    close = compare_groups(metrics, "train/loss", {"id0": "a", "id1": "b", "id2": "c"}).axes[0].texts
-    assert len({round(text.xy[1], 2) for text in close}) == 3
+def test_classes_are_drawn_with_their_counts():
     matrix = confusion(["no", "yes"], [[8, 2], [5, 1]])
     assert matrix.get_suptitle() == "Of 6 texts that are yes, 1 are recognised"
     assert [text.get_text() for text in matrix.axes[0].texts] == ["8", "2", "5", "1"]

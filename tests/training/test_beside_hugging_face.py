@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import Sampler
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 
-from course_lib import config_files, modeling
+from course_lib import modeling
+from course_lib.config import files as config_files
 from course_lib.data import DataConnector, DataProcessor
 from course_lib.data.batching import GlobalBatchSampler
 from course_lib.training.callbacks import Callback

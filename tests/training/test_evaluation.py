@@ -18,7 +18,7 @@ from course_lib import modeling
 from course_lib.config import build
 from course_lib.data import DataConnector, DataProcessor
 from course_lib.launching.launch import launch
-from course_lib.lessons import reference_metrics
+from course_lib.lessons.evaluation import reference_metrics
 from course_lib.training import run as runs
 from course_lib.training.engines import compose
 from course_lib.training.engines.base import StepEngine

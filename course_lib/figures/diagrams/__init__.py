@@ -1,4 +1,4 @@
-"""Drawn diagrams of structure, from code: what is cut, sent, held and waited for. One module per family.
+"""Diagrams of structure, drawn by code: the kit, and the diagrams of several lessons.
 
-Each function returns a :class:`~course_lib.figures.diagrams.base.Diagram`, which a notebook shows as SVG.
+Each function of a diagram returns a :class:`~course_lib.figures.diagrams.base.Diagram`, which a notebook shows as SVG.
 """

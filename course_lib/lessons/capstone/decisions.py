@@ -13,7 +13,7 @@ from course_lib import modeling
 from course_lib.config import Config, build
 from course_lib.data import DataConnector, TextData
 from course_lib.errors import ConfigError, nearest
-from course_lib.lessons.planning_lab import known_errors
+from course_lib.lessons.planning.lab import known_errors
 from course_lib.parallel.blocks import blocks
 from course_lib.planning import cost, hardware, memory, models, state_estimates, strategy, to_launchers
 from course_lib.planning.plan import Engine, Plan

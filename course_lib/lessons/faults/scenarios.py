@@ -1,4 +1,4 @@
-"""Ten faults that stop a training, each with its cure; `fault_lab` runs them on real ranks.
+"""Ten faults that stop a training, each with its cure; `lab` runs them on real ranks.
 
 Every function here runs on each rank, in a group over gloo, unless its docstring says that it joins the group itself.
 ``folder`` is the run's own. The fault is always rank 1's; in the pipeline rank 0 waits for it and it for rank 0.

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from course_lib.config import Config, flatten
-from course_lib.config_sections import service_names
+from course_lib.config import Config, flatten, service_names
 from course_lib.errors import TrainingInterrupted
 from course_lib.tracking.base import FOLDER, Guarded, RunInfo, ends_by_name, identity
 from course_lib.tracking.choose import make_trackers

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from course_lib.config_files import to_yaml
-from course_lib.config_sections.resumed import KEEPS_RANK_STATE
+from course_lib.config.files import to_yaml
+from course_lib.config.resumed import KEEPS_RANK_STATE
 from course_lib.errors import CheckpointError
 from course_lib.launching.rank_process import is_consequence
 from course_lib.system.seeding import rng_state, seed_everything, set_rng_state

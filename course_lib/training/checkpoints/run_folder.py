@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from course_lib.config import Config
-from course_lib.config_files import to_yaml
+from course_lib.config.files import to_yaml
 from course_lib.errors import ConfigError
 from course_lib.training.checkpoints import checkpoint
 from course_lib.writing import write_text

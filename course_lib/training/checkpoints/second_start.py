@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from course_lib.config import Config, flatten
-from course_lib.config_files import read_saved
-from course_lib.config_sections.resumed import BATCH, JUDGING, LOOKED, Change, among, changed, refused, shown, told
+from course_lib.config.files import read_saved
+from course_lib.config.resumed import BATCH, JUDGING, LOOKED, Change, among, changed, refused, shown, told
 from course_lib.errors import CheckpointError
 from course_lib.modeling.loading import ATTENTION_DROPOUT
 from course_lib.training.checkpoints.run_folder import CONFIG

@@ -11,8 +11,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 from torch.optim import Optimizer
 
-from course_lib.config import Config, flatten
-from course_lib.config_sections import combinations
+from course_lib.config import Config, combinations, flatten
 from course_lib.errors import LaunchError
 from course_lib.launching import launch_environment
 from course_lib.modeling.context import ContextParallel

@@ -16,20 +16,8 @@ import yaml
 from accelerate.state import AcceleratorState, GradientState
 
 from course_lib import modeling
-from course_lib.config import flatten, option, options
-from course_lib.config_sections import resumed
-from course_lib.config_sections.resumed import (
-    ADAPTER,
-    APPLIED,
-    BATCH,
-    ELSEWHERE,
-    JUDGING,
-    LOOKED,
-    MODEL,
-    ROWS,
-    RULES,
-    SAME,
-)
+from course_lib.config import flatten, option, options, resumed
+from course_lib.config.resumed import ADAPTER, APPLIED, BATCH, ELSEWHERE, JUDGING, LOOKED, MODEL, ROWS, RULES, SAME
 from course_lib.data import DataConnector, DataProcessor
 from course_lib.errors import CheckpointError, ConfigError
 from course_lib.launching.launch import launch

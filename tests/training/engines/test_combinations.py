@@ -6,9 +6,8 @@ import itertools
 import pytest
 import torch
 
-from course_lib.config import option
-from course_lib.config_sections import combinations
-from course_lib.config_sections.axes import AXES, ENGINES, PLAIN
+from course_lib.config import combinations, option
+from course_lib.config.axes import AXES, ENGINES, PLAIN
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from tests.forked_process import import_deepspeed

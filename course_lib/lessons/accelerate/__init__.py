@@ -1,0 +1,1 @@
+"""Lesson 03: loss curves of the loops that Accelerate runs."""

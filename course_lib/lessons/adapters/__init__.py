@@ -1,0 +1,1 @@
+"""Lesson 19: adapters beside frozen, quantized weights."""

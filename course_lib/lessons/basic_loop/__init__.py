@@ -1,0 +1,1 @@
+"""Lesson 01: the memory and time of one training step."""

@@ -1,0 +1,1 @@
+"""Lesson 12: the cost of instances."""

@@ -1,0 +1,1 @@
+"""Lesson 02: gradients averaged by ranks, one by one and in buckets."""

@@ -1,0 +1,1 @@
+"""Lesson 04: metrics that do not depend on the number of ranks."""

@@ -1,0 +1,1 @@
+"""Lesson 15: mixtures of experts, on one rank and spread over several."""

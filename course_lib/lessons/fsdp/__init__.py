@@ -1,0 +1,1 @@
+"""Lesson 06: fully sharded training, its overlap and its checkpoints."""

@@ -1,0 +1,1 @@
+"""Lesson 16: gradients beside those of one process."""

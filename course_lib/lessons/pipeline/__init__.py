@@ -1,0 +1,1 @@
+"""Lesson 07: pipeline schedules, predicted and measured."""

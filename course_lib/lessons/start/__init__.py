@@ -1,0 +1,1 @@
+"""Lesson 00: figures of starting ranks, and a diagram of how they meet."""

@@ -1,0 +1,1 @@
+"""Lesson 08: split layers, and grids of ranks."""

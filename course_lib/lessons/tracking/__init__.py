@@ -1,0 +1,1 @@
+"""Lesson 11: runs compared, and the errors of a classifier."""

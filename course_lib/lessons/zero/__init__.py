@@ -1,0 +1,1 @@
+"""Lesson 05: the bytes that each ZeRO stage holds and sends."""
