@@ -19,28 +19,13 @@ def nodes(folder):
 
 
 def test_a_class_name_of_the_textbook_has_one_meaning():
-    """But for the shortest forms, which bear the names of the full ones on purpose."""
     places = defaultdict(set)
     for path, node in nodes(LIBRARY):
-        if isinstance(node, ast.ClassDef) and TEXTBOOK / "minimal" not in path.parents:
+        if isinstance(node, ast.ClassDef):
             places[node.name].add(path.relative_to(LIBRARY).as_posix())
     textbook = {name: where for name, where in places.items() if any(path.startswith("parallel/") for path in where)}
     assert len(textbook) > 45
     assert {name: where for name, where in textbook.items() if len(where) > 1} == {}
-
-
-def test_the_shortest_forms_share_names_with_the_full_ones_alone():
-    names = defaultdict(set)
-    for path, node in nodes(TEXTBOOK):
-        if isinstance(node, ast.ClassDef):
-            names[TEXTBOOK / "minimal" in path.parents].add(node.name)
-    assert names[True] & names[False] == {
-        "Bucket",
-        "ColumnParallelLinear",
-        "FullyShardedDataParallel",
-        "RowParallelLinear",
-        "Zero1",
-    }
 
 
 def names_of_values(folder):

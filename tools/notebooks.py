@@ -5,7 +5,7 @@
 The figure of the cell tagged `picture`, or the first, also becomes docs/pictures/NAME.png for the README.
 A notebook that fails is left as it was, and so is one whose words its new numbers do not bear out (tools/claims.py).
 Paths of this machine, timings and widget state are left out. `--listings` runs nothing: it renews the library's source
-where pages show it.
+where pages show it, in listings and in cells (tools/cells.py).
 """
 
 import base64
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from course_lib.lessons import listing  # noqa: E402
-from tools import claims  # noqa: E402
+from tools import cells, claims  # noqa: E402
 
 PICTURES = ROOT / "docs" / "pictures"
 LIMIT_BYTES = 360_000
@@ -68,6 +68,9 @@ def replace(path: Path, text: str) -> None:
 def renew_listings(path: Path) -> None:
     """Show the library's source as it is now wherever a stored page has it; nothing is run."""
     notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if names := cell.metadata.get(cells.KEY):
+            cell.source = cells.source_of(names)
     for data in (output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])):
         if of := data.get(listing.MIME):
             data |= listing.Listing.named(**of).as_stored()
@@ -76,10 +79,10 @@ def renew_listings(path: Path) -> None:
 
 def picture(path: Path) -> bytes:
     """The PNG that stands for a lesson."""
-    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
-    cells.sort(key=lambda cell: "picture" not in cell.metadata.get("tags", []))
+    code = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    code.sort(key=lambda cell: "picture" not in cell.metadata.get("tags", []))
     figures = [
-        output.data["image/png"] for cell in cells for output in cell.outputs if "image/png" in output.get("data", {})
+        output.data["image/png"] for cell in code for output in cell.outputs if "image/png" in output.get("data", {})
     ]
     if not figures:
         raise SystemExit(f"{path} has no PNG figure")

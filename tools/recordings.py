@@ -83,12 +83,6 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def world() -> dist.ProcessGroup:
-    """The group of all ranks."""
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
 def second_time(step: Play) -> Play:
     """A step that has been made once: connections stand, and the optimizer has its states."""
     step()
@@ -105,25 +99,43 @@ def rows(count: int, seed: int) -> tuple[Tensor, Tensor]:
 # --- lessons ----------------------------------------------------------------------------------------------------------
 
 
+def train_step(model: nn.Module, optimizer: Any, inputs: Tensor, targets: Tensor) -> None:
+    loss = F.mse_loss(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def data_parallel_step(model: nn.Module, optimizer: Any, inputs: Tensor, targets: Tensor) -> None:
+    loss = F.mse_loss(model(inputs), targets)
+    loss.backward()
+    data_parallel.average_gradients(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def prepare_data_parallel() -> Play:
     torch.manual_seed(dist.get_rank())
-    module = Net()
-    data_parallel.broadcast_model(module, world())
-    optimizer, (x, y) = torch.optim.AdamW(module.parameters()), rows(256, dist.get_rank())
-    return second_time(lambda: data_parallel.train_step(module, optimizer, F.mse_loss, x, y, world()))
+    model = Net()
+    data_parallel.broadcast_model(model)
+    optimizer, (x, y) = torch.optim.AdamW(model.parameters()), rows(256, dist.get_rank())
+    return second_time(lambda: data_parallel_step(model, optimizer, x, y))
 
 
 def prepare_zero1() -> Play:
     torch.manual_seed(0)
-    engine, (x, y) = zero1.Zero1(Net(), torch.optim.AdamW, world()), rows(256, dist.get_rank())
-    return second_time(lambda: zero1.train_step(engine, F.mse_loss, x, y))
+    model = Net()
+    engine, (x, y) = zero1.TinyZeRO1(model, list(model.layers), torch.optim.AdamW), rows(256, dist.get_rank())
+    return second_time(lambda: train_step(model, engine, x, y))
 
 
 def prepare_fsdp() -> Play:
     torch.manual_seed(0)
-    engine = fsdp.FullyShardedDataParallel(Net(3), torch.optim.SGD, world())  # plain SGD: memory is weights
+    model = Net(3)
+    units = fsdp.TinyFSDP(model, list(model.layers), fsdp.Unit).units
+    optimizer = torch.optim.SGD([unit.piece for unit in units])  # plain SGD: memory is weights
     x, y = rows(32, dist.get_rank())
-    return second_time(lambda: fsdp.train_step(engine, F.mse_loss, x, y))
+    return second_time(lambda: train_step(model, optimizer, x, y))
 
 
 def prepare_one_f_one_b() -> Play:
@@ -132,17 +144,20 @@ def prepare_one_f_one_b() -> Play:
     layers = [nn.Linear(16, width), *(Block(width, 512) for _ in range(2 * ranks)), nn.Linear(width, 1)]
     first = rank * 2 + (rank > 0)
     stage = nn.Sequential(*layers[first : rank * 2 + 3 + (rank == ranks - 1)])
-    pipeline = one_f_one_b.OneFOneB(stage, F.mse_loss, (128, width), world())
+    pipeline = one_f_one_b.TinyOneFOneB(stage, F.mse_loss, torch.empty(128, width))
     x, y = rows(128 * microbatches, 0)
     return second_time(lambda: pipeline.step(x.chunk(microbatches), y.chunk(microbatches)))
 
 
 def prepare_tensor_parallel() -> Play:
     torch.manual_seed(0)
-    module = Net(2, hidden=512)
-    tensor_parallel.split_pairs(module, [(f"layers.{i}.up", f"layers.{i}.down") for i in range(2)], world())
-    optimizer, (x, y) = torch.optim.AdamW(module.parameters()), rows(256, 0)
-    return second_time(lambda: tensor_parallel.train_step(module, optimizer, F.mse_loss, x, y))
+    model = Net(2, hidden=512)
+    for layer in model.layers:
+        assert isinstance(layer, Block)
+        layer.set_submodule("up", tensor_parallel.TinyColumns(layer.up))
+        layer.set_submodule("down", tensor_parallel.TinyRows(layer.down))
+    optimizer, (x, y) = torch.optim.AdamW(model.parameters()), rows(256, 0)
+    return second_time(lambda: train_step(model, optimizer, x, y))
 
 
 def ring_step(query: Tensor, key: Tensor, value: Tensor, sight: ring_attention.Sight) -> None:
@@ -201,29 +216,29 @@ SCENES = {
         "Each rank computes the gradient of its own rows; only then it is sent, one "
         "all-reduce for each parameter. The first of them waits for the slowest rank.",
         prepare_data_parallel,
-        (data_parallel.train_step, data_parallel.average_gradients),
-        ("inputs", "loss", "parameter.shape", "parameter.grad"),
+        (data_parallel_step, data_parallel.average_gradients),
+        ("inputs", "loss", "weight.shape", "weight.grad"),
         3,
-        {"F": ["loss = loss_function(module(inputs)"], "B": ["loss.backward()"], "O": ["optimizer.step()"]},
+        {"F": ["loss = F.mse_loss("], "B": ["loss.backward()"], "O": ["optimizer.step()"]},
     ),
     "05_zero1": Scene(
         "ZeRO stage 1: reduce-scatter, update, all-gather",
         "Each rank gets the mean gradient of its own slice, updates that slice, and receives the others'.",
         prepare_zero1,
-        (zero1.train_step, zero1.Zero1.step),
-        ("loss", "self.gradients", "local_gradient", "self.local_shard", "self.weights"),
+        (train_step, zero1.TinyZeRO1.step, zero1.TinyBucket.reduce, zero1.TinyBucket.gather),
+        ("loss", "whole", "total", "self.mine", "self.flat"),
         4,
-        {"F": ["loss = loss_function("], "B": ["loss.backward()"], "O": ["self.optimizer.step()"]},
+        {"F": ["loss = F.mse_loss("], "B": ["loss.backward()"], "O": ["self.optimizer.step()"]},
     ),
     "06_fsdp": Scene(
         "FSDP: gather before use, free after use",
         "The line of memory rises where a unit's weights are gathered "
         "and falls where they are freed, forward and again backward.",
         prepare_fsdp,
-        (fsdp.train_step, fsdp.Unit.gather, fsdp.Unit.free, fsdp.Unit.after_forward, fsdp.Unit.gradient_arrived),
-        ("loss", "self.weights", "self.shard", "self.missing", "local_gradient"),
+        (train_step, fsdp.Unit.gather, fsdp.Unit.free, fsdp.Unit.reduce),
+        ("loss", "self.flat", "self.piece", "mine"),
         2,
-        {"F": ["loss = loss_function("], "B": ["loss.backward()"], "O": ["engine.optimizer.step()"]},
+        {"F": ["loss = F.mse_loss("], "B": ["loss.backward()"], "O": ["optimizer.step()"]},
     ),
     "07_one_f_one_b": Scene(
         "A pipeline by 1F1B",
@@ -231,16 +246,16 @@ SCENES = {
         "the ranks, gradients up. Where a rank waits is the bubble.",
         prepare_one_f_one_b,
         (
-            one_f_one_b.OneFOneB.step,
-            one_f_one_b.OneFOneB.exchange,
-            gpipe.GPipe.forward,
-            gpipe.GPipe.backward,
-            gpipe.GPipe.send,
-            gpipe.GPipe.receive,
+            one_f_one_b.TinyOneFOneB.step,
+            one_f_one_b.TinyOneFOneB.exchange,
+            gpipe.TinyStage.forward,
+            gpipe.TinyStage.backward,
+            gpipe.TinyStage.send,
+            gpipe.TinyStage.receive,
         ),
-        ("i", "self.held", "output", "gradient", "input_gradient"),
+        ("i", "self.held", "output", "gradient"),
         4,
-        {"F": ["output = self.stage(x)", "output = self.loss_function("], "B": ["output.backward(gradient)"]},
+        {"F": ["output = self.stage(x)", "output = self.loss_of("], "B": ["output.backward(gradient)"]},
     ),
     "08_tensor_parallel": Scene(
         "Two layers, cut by columns and by rows",
@@ -248,16 +263,16 @@ SCENES = {
         "forward and one backward, and nobody computes meanwhile.",
         prepare_tensor_parallel,
         (
-            tensor_parallel.train_step,
-            tensor_parallel.ColumnParallelLinear.forward,
-            tensor_parallel.RowParallelLinear.forward,
+            train_step,
+            tensor_parallel.TinyColumns.forward,
+            tensor_parallel.TinyRows.forward,
             tensor_parallel.CopyToRanks.backward,
             tensor_parallel.SumOverRanks.forward,
         ),
-        ("loss", "x", "y", "z", "gradient"),
+        ("loss", "x", "y", "total", "gradient"),
         2,
         {
-            "F": ["loss = loss_function(", "return F.linear(", "return SumOverRanks.apply("],
+            "F": ["loss = F.mse_loss(", "return F.linear(", "return self.leave("],
             "B": ["loss.backward()"],
             "O": ["optimizer.step()"],
         },

@@ -105,6 +105,11 @@ def test_stages_that_fully_shard_splits(gpus, plain, tmp_path):
     t.agree(gpus.run(t.launched, tmp_path, 4, runs, gpus=4, timeout=1600), plain)
 
 
+def test_stages_of_split_layers(gpus, plain, tmp_path):
+    runs = runs_of(("1f1b",), ONE, tensor_parallel_size=2)
+    t.agree(gpus.run(t.launched, tmp_path, 4, runs, gpus=4, timeout=1600), plain)
+
+
 @pytest.mark.long
 def test_layers_over_two_ranks(gpus, plain, tmp_path):
     shared = {"batch_size": 4, "eval_batch_size": 2, "tensor_parallel_size": 2}

@@ -101,7 +101,7 @@ def page():
     """The names that the page's own cells define, without running the rest of the lesson."""
     cells = nbformat.read(NOTEBOOKS / "02_data_parallel.ipynb", as_version=4).cells
     names = {"torch": torch, "dist": dist}
-    for first_line in ("class TinyDDP:", "def exchange("):
+    for first_line in ("def broadcast_model(", "class TinyDDP:", "def exchange("):
         exec(next(cell.source for cell in cells if cell.source.startswith(first_line)), names)
     return names
 
@@ -137,7 +137,7 @@ def tiny_against_torch(tiny, bucket_bytes):
     models = [
         nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)) for _ in range(2)
     ]
-    ours, theirs = tiny(models[0], bucket_bytes), DistributedDataParallel(models[1])
+    ours, theirs = tiny(models[0], bucket_bytes, reversed), DistributedDataParallel(models[1])
     models[1].load_state_dict(models[0].state_dict())
     differences, unfinished = [], 0.0
     for step in range(2):

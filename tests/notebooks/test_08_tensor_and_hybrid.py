@@ -100,8 +100,7 @@ def test_three_axes_by_hand_and_on_torchs_mesh_train_as_one_process(lesson):
 
 
 def test_the_librarys_grid_equals_one_process(lesson):
-    assert lesson["grid_loss_apart"] < 1e-5 and lesson["grid_norm_apart"] < 1e-5
-    assert lesson["grid_gradients_apart"] < 1e-5
+    assert lesson["grid_loss_apart"] < 2e-6 and lesson["grid_weights_apart"] < 2e-6 and lesson["grid_norm_apart"] < 1e-4
 
 
 def test_bytes_by_axis(lesson):

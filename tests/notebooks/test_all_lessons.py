@@ -51,7 +51,7 @@ SUBJECTS = {
     "02_data_parallel": ("class TinyDDP:", 'SCRIPT = """'),
     "03_accelerate": ("class TinyAccelerator:", "def every_day(folder, batches=8, resume=False):"),
     "05_zero_stages": (
-        "class Bucket:",
+        "class TinyBucket:",
         "class TinyZeRO1:",
         "class TinyZeRO2(TinyZeRO1):",
         "class TinyZeRO3(TinyZeRO2):",

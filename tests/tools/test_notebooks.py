@@ -1,13 +1,18 @@
-"""What is stored of a lesson's run: figures in few colours, tables without a style of their own."""
+"""What is stored of a lesson's run: figures in few colours, tables without a style; and cells made from files."""
 
+import ast
 import io
+from pathlib import Path
 
 import nbformat
 import numpy as np
 from PIL import Image
 
 from course_lib.figures.style import SERIES, canvas
+from tools import cells
 from tools.notebooks import clean, smaller
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def colours(png: bytes) -> set[tuple[int, ...]]:
@@ -42,3 +47,44 @@ def test_a_stored_table_has_no_style_and_a_cell_no_empty_tags(tmp_path):
     words, code = nbformat.reads(clean(tmp_path / "run.ipynb"), 4).cells
     assert words.metadata == {} and code.metadata == {"tags": ["parameters"]}
     assert code.outputs[0].data["text/html"] == "<div>\n<table></table></div>"
+
+
+def test_the_shortest_forms_are_the_cells_of_lessons():
+    """A cell is what the file of course_lib/parallel/minimal has, and no definition there is shown nowhere."""
+    shown = []
+    for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
+        for cell in nbformat.read(path, as_version=4).cells:
+            if names := cell.metadata.get(cells.KEY):
+                assert cell.source == cells.source_of(names), f"{path.name}: python tools/notebooks.py --listings"
+                shown += names
+    minimal = ROOT / "course_lib" / "parallel" / "minimal"
+    defined = [
+        f"{path.stem}.{node.name}"
+        for path in minimal.glob("[!_]*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    ]
+    assert sorted(shown) == sorted(defined)
+
+
+def test_a_cell_has_neither_types_nor_docstrings_but_every_comment():
+    source = '''
+class Pair(dict):
+    """Two.
+
+    More.
+    """
+
+    @staticmethod
+    def both(left: "list[int]", /, *more: Any, right: int | None = None) -> tuple[int, None]:  # why
+        """Says."""
+        total: int = 0  # a start
+        return total, None  # ä
+'''
+    assert cells.lean(source.lstrip()) == (
+        "class Pair(dict):\n"
+        "    @staticmethod\n"
+        "    def both(left, /, *more, right=None):  # why\n"
+        "        total = 0  # a start\n"
+        "        return total, None  # ä"
+    )

@@ -3,7 +3,7 @@
 The functions run on ranks (:func:`course_lib.launching.launch.launch`) and return plain numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from course_lib.lessons.lab_gpt2 import gpt2
 from course_lib.metering.meter import Meter
 from course_lib.parallel.tensor_parallel import vocab_parallel_cross_entropy
 from course_lib.parallel.tensor_plans import TensorParallel
+from course_lib.parallel.topology import AXES, RankGrid
 from course_lib.parallel.torch_engines.tensor_parallel import TorchTensorParallel
 from course_lib.parallel.tp_collectives import gather, gathered, scatter
 
@@ -238,3 +239,19 @@ def _engine(name: str, model: nn.Module, **options: Any) -> nn.Module:
         mesh = DeviceMesh(Accelerator().device.type, torch.arange(dist.get_world_size()))
         return TorchTensorParallel(model, mesh, **options)
     return model
+
+
+def axis_of(grid: RankGrid, ranks: Iterable[int]) -> str:
+    """The axis that some ranks, more than one, lie along."""
+    places = [grid.coordinates(rank) for rank in ranks]
+    (axis,) = [axis for axis in grid.axes if len({getattr(place, axis) for place in places}) > 1]
+    return axis
+
+
+def sent_by_axis(grid: RankGrid, meter: Meter) -> dict[str, int]:
+    """Bytes that this rank sent along each axis, under the ring model."""
+    sent = dict.fromkeys(AXES, 0)
+    for call in meter.collectives:
+        if call.sent:
+            sent[axis_of(grid, call.ranks)] += call.sent
+    return sent

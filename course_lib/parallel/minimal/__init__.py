@@ -1,3 +1,3 @@
-"""Each parallelism at its shortest, one file each: what a lesson shows first, before the full one beside it."""
+"""Each parallelism at its shortest, one file each: the classes that lessons 02 and 05 to 08 show in their cells."""
 
 from course_lib import torch_names  # noqa: F401

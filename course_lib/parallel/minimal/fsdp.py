@@ -4,96 +4,82 @@ Gather before use, free after use, forward and again backward; the gradient is r
 Rajbhandari et al. 2020 (arXiv 1910.02054), section 5.3; Zhao et al. 2023, "PyTorch FSDP" (arXiv 2304.11277), section 3.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from course_lib.parallel.blocks import blocks, owners
+from torch.nn.functional import pad
 
 
 class Unit:
-    """The weights of one block end to end in a flat tensor of E elements, of which a rank keeps E / N.
+    """Weights that are gathered together. ``flat`` is the whole of them, and has memory only while it is needed."""
 
-    ``weights`` has memory only while the block computes; the tensor itself stays. So what autograd saved in forward,
-    views of it, are right again as soon as it is gathered for backward.
-    """
-
-    def __init__(self, module: nn.Module, parameters: list[nn.Parameter], group: dist.ProcessGroup):
-        self.group, self.parameters, self.missing = group, parameters, len(parameters)  # missing: of the gradients
-        self.padding = -sum(p.numel() for p in parameters) % group.size()
-        self.weights = self.flat([p.detach() for p in parameters])  # (E,)
-        parts = self.weights.split([*(p.numel() for p in parameters), self.padding])
-        self.views = [part.view_as(parameter) for part, parameter in zip(parts[:-1], parameters, strict=True)]
-        dist.broadcast(self.weights, group=group, group_src=0)
-        self.shard = nn.Parameter(self.weights.chunk(group.size())[group.rank()].clone())  # (E / N,), what stays
+    def __init__(self, weights: list[nn.Parameter]):
+        self.weights, self.ranks = weights, dist.get_world_size()
+        self.flat = self.end_to_end([weight.detach() for weight in weights])
+        sizes = [weight.numel() for weight in weights]
+        runs = self.flat[: sum(sizes)].split(sizes)
+        self.views = [run.view_as(weight) for run, weight in zip(runs, weights, strict=True)]
+        self.piece = nn.Parameter(self.flat.chunk(self.ranks)[dist.get_rank()].clone())  # 1/N: all that lasts
         self.free()
 
-        module.register_forward_pre_hook(lambda *_: self.gather())
-        module.register_forward_hook(self.after_forward)
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self.gradient_arrived)
-
-    def flat(self, tensors: list[Tensor]) -> Tensor:
-        """Tensors of the parameters' shapes end to end, padded so that the N ranks can share them evenly."""
-        return torch.cat([*(tensor.flatten() for tensor in tensors), tensors[0].new_zeros(self.padding)])
+    def end_to_end(self, tensors: list) -> Tensor:
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        return pad(flat, (0, -len(flat) % self.ranks))  # so that it has N equal pieces
 
     def gather(self) -> None:
-        """All ranks' shards end to end are the whole weights."""
-        self.weights.untyped_storage().resize_(self.weights.nbytes)
-        dist.all_gather_single(self.weights, self.shard.detach(), group=self.group)  # (E / N,) -> (E,)
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.data = view
+        self.flat.untyped_storage().resize_(self.flat.nbytes)  # memory for the whole
+        dist.all_gather_single(self.flat, self.piece.detach())  # all ranks' pieces, end to end
+        for weight, view in zip(self.weights, self.views, strict=True):
+            weight.data = view
 
     def free(self) -> None:
-        """Give the memory back. A weight that is read now is one NaN, in the shape that the weight has."""
-        for parameter in self.parameters:
-            parameter.data = parameter.new_full((), torch.nan).expand_as(parameter)
-        self.weights.untyped_storage().resize_(0)
+        for weight in self.weights:  # a weight that is read now is NaN, not an old value
+            weight.data = weight.new_full((), torch.nan).expand(weight.shape)
+        self.flat.untyped_storage().resize_(0)
 
-    def after_forward(self, module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        """Free, until backward arrives: the block's begins with the gradient of its output."""
-        self.free()
-        if output.requires_grad:
-            output.register_hook(lambda gradient: self.gather())
-
-    def gradient_arrived(self, parameter: nn.Parameter) -> None:
-        """With the last gradient: average them all, keep this rank's part, and free the weights.
-
-        What reads a weight in backward computes its gradient too. So after the last gradient nobody reads a weight.
-        """
-        self.missing -= 1
-        if self.missing == 0:
-            gradients = self.flat([p.grad for p in self.parameters])  # type: ignore[misc] # (E,)
-            local_gradient = torch.empty_like(self.shard)
-            dist.reduce_scatter_single(local_gradient, gradients, group=self.group)  # (E,) -> (E / N,)
-            self.shard.grad = local_gradient / self.group.size()
-            for p in self.parameters:
-                p.grad = None
-            self.missing = len(self.parameters)
-            self.free()
+    def reduce(self) -> None:
+        whole = self.end_to_end([weight.grad for weight in self.weights])  # of this rank's rows
+        mine = torch.empty_like(self.piece)
+        dist.reduce_scatter_single(mine, whole)  # the sum over all ranks, of my piece alone
+        self.piece.grad = mine / self.ranks
+        for weight in self.weights:
+            weight.grad = None
 
 
-class FullyShardedDataParallel:
-    """A module in units: each of its blocks, and the root unit, what lies outside of them (embeddings, head)."""
+class TinyFSDP:
+    """Hooks that gather, free and reduce the units of a model: its blocks, and a root of all the rest."""
 
-    def __init__(self, module: nn.Module, make_optimizer: Callable[[list], Optimizer], group: dist.ProcessGroup):
-        self.module = module
-        members = list(blocks(module).values())
-        owner = owners(module, members)  # of each parameter: a block, or the module
-        self.units = [Unit(member, [p for p in owner if owner[p] is member], group) for member in [module, *members]]
-        for buffer in module.buffers():
-            dist.broadcast(buffer, group=group, group_src=0)
-        self.optimizer = make_optimizer([unit.shard for unit in self.units])
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], kind: type[Unit]):
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)  # the ranks start alike
+        inside = {weight for block in blocks for weight in block.parameters()}
+        root = kind([weight for weight in model.parameters() if weight not in inside])
+        model.register_forward_pre_hook(lambda *_: root.gather())  # the root stays until its gradients are there
+        self.units = [root, *(kind(list(block.parameters())) for block in blocks)]
+        for block, unit in zip(blocks, self.units[1:], strict=True):
+            self.around_forward(block, unit)
+        for unit in self.units:
+            self.after_backward(unit)
 
+    def around_forward(self, block: nn.Module, unit: Unit) -> None:
+        def after(block: nn.Module, inputs: tuple, output: Tensor) -> None:
+            unit.free()
+            output.register_hook(lambda gradient: unit.gather())  # the block's backward begins
 
-def train_step(
-    engine: FullyShardedDataParallel, loss_function: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor
-) -> Tensor:
-    """One step on this rank's rows; returns the mean loss of these rows."""
-    loss = loss_function(engine.module(inputs), targets)  # gathers and frees, unit by unit
-    loss.backward()  # gathers, reduces and frees, in reverse
-    engine.optimizer.step()  # of this rank's shards; the next gather brings all ranks' new weights
-    return loss.detach()
+        block.register_forward_pre_hook(lambda *_: unit.gather())
+        block.register_forward_hook(after)
+
+    def after_backward(self, unit: Unit) -> None:
+        missing = set(unit.weights)
+
+        def arrived(weight: nn.Parameter) -> None:
+            missing.remove(weight)
+            if not missing:  # the last gradient: the block's backward is over
+                unit.reduce()
+                unit.free()
+                missing.update(unit.weights)
+
+        for weight in unit.weights:
+            weight.register_post_accumulate_grad_hook(arrived)

@@ -1,7 +1,7 @@
 """A pipeline by GPipe's schedule: all micro-batches forward, then all of them backward.
 
-Rank r of the group holds stage r of p. For p = 3 and 4 micro-batches, with time from left to right, a backward taking
-twice as long as a forward::
+Each rank holds one stage. For 3 ranks and 4 micro-batches, with time from left to right, a backward taking twice as
+long as a forward::
 
     rank 0   F0 F1 F2 F3                   B0--- B1--- B2--- B3---
     rank 1      F0 F1 F2 F3          B0--- B1--- B2--- B3---
@@ -18,77 +18,64 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-class GPipe:
-    """This rank's stage of a model.
+class TinyStage:
+    """This rank's stage: what it does to a micro-batch, and how it hands tensors to its neighbours."""
 
-    All micro-batches are of one shape, and so are the activations that a stage hands to the next, ``hidden_shape``:
-    a rank makes room for a message before it comes.
-    """
+    kind = "B"  # what a backward is called in a table
 
-    def __init__(
-        self,
-        stage: nn.Module,
-        loss_function: Callable[[Tensor, Tensor], Tensor],
-        hidden_shape: Sequence[int],
-        group: dist.ProcessGroup,
-    ):
-        self.stage, self.loss_function, self.group = stage, loss_function, group
-        self.rank, self.ranks = group.rank(), group.size()
-        self.first, self.last = self.rank == 0, self.rank == self.ranks - 1
-        weight = next(stage.parameters())
-        self.room = torch.empty(hidden_shape, dtype=weight.dtype, device=weight.device)
-        # What a micro-batch leaves between its forward and its backward; ``peak`` is the most that there ever was.
-        self.held: deque[tuple[Tensor, Tensor]] = deque()
+    def __init__(self, stage: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor], room: Tensor):
+        self.stage, self.loss_of, self.room = stage, loss_of, room  # room: a tensor like those that cross a cut
+        self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
+        self.up, self.down = self.rank - 1, self.rank + 1
+        self.held: deque = deque()  # what a forward leaves for its backward
         self.peak = 0
+        dist.barrier()  # NCCL wants all ranks in their first call
 
-    def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
-        """Forward and backward of one batch, cut into micro-batches; gradients add up in ``.grad``.
-
-        All ranks are given the same batch. Returns the mean loss on the last rank, 0 on the others.
-        """
-        self.loss = self.room.new_zeros(())
-
-        # --- phase 1: all forwards, activations going down the ranks ---
-        for x, target in zip(inputs, targets, strict=True):
-            if not self.first:
-                x = self.receive(self.rank - 1)
-            output = self.forward(x, target, len(inputs))
-            if not self.last:
-                self.send(output, self.rank + 1)
-
-        # --- phase 2: all backwards, gradients going up again, of the shape of the activations ---
-        for _ in inputs:
-            gradient = None if self.last else self.receive(self.rank + 1)
-            input_gradient = self.backward(gradient)
-            if not self.first:
-                self.send(input_gradient, self.rank - 1)
-        return self.loss
-
-    def forward(self, x: Tensor, target: Tensor, microbatches: int) -> Tensor:
-        """A micro-batch through this stage; on the last one, to its share of the mean loss."""
-        if not self.first:
-            x.requires_grad_()  # a leaf: autograd's graph of a stage ends where the message came in
-        output = self.stage(x)  # (rows / m, …) of the batch, or hidden_shape -> hidden_shape
-        if self.last:
-            output = self.loss_function(output, target) / microbatches
-            self.loss += output.detach()
-        self.held.append((x, output))
-        self.peak = max(self.peak, len(self.held))
-        return output
-
-    def backward(self, gradient: Tensor | None) -> Tensor:
-        """The oldest micro-batch back through this stage, from the gradient of its output to that of its input.
-
-        The last rank begins at its loss, and needs none; the first one's input has none.
-        """
-        x, output = self.held.popleft()
-        output.backward(gradient)  # adds to the weights' `.grad`: over all micro-batches, as in one process
-        return x.grad  # type: ignore[return-value]
+    def begin(self) -> None:
+        self.loss = 0.0
+        self.row: list[str] = []  # what this rank did, as a schedule writes it
 
     def send(self, tensor: Tensor, to: int) -> None:
-        dist.send(tensor.detach().contiguous(), group=self.group, group_dst=to)
+        dist.send(tensor.detach().contiguous(), to)
 
     def receive(self, source: int) -> Tensor:
         tensor = torch.empty_like(self.room)
-        dist.recv(tensor, group=self.group, group_src=source)
+        dist.recv(tensor, source)
         return tensor
+
+    def did(self, kind: str) -> None:
+        self.row.append(f"{self.rank}{kind}{sum(kind in action for action in self.row)}")
+
+    def forward(self, x: Tensor, target: Tensor, share: float) -> Tensor:
+        if self.rank > 0:
+            x.requires_grad_()  # a leaf: this rank's part of the graph begins here
+        output = self.stage(x)
+        if self.rank == self.last:
+            output = self.loss_of(output, target) * share
+            self.loss += output.item()
+        self.held.append((x, output))
+        self.peak = max(self.peak, len(self.held))
+        self.did("F")
+        return output
+
+    def backward(self, gradient: Tensor | None) -> Tensor:
+        x, output = self.held.popleft()  # the oldest micro-batch
+        output.backward(gradient)  # the last rank's output is a loss and needs none
+        self.did(self.kind)
+        return x.grad  # what the rank above waits for
+
+
+class TinyGPipe(TinyStage):
+    """All forwards, then all backwards; gradients of the micro-batches add up in ``.grad``."""
+
+    def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        self.begin()
+        m = len(inputs)
+        for x, target in zip(inputs, targets, strict=True):
+            output = self.forward(self.receive(self.up) if self.rank else x, target, 1 / m)
+            if self.rank < self.last:
+                self.send(output, self.down)
+        for _ in inputs:
+            gradient = self.backward(self.receive(self.down) if self.rank < self.last else None)
+            if self.rank:
+                self.send(gradient, self.up)

@@ -10,70 +10,46 @@ It ends when GPipe ends. But rank r of p holds at most p - r micro-batches where
 more micro-batches, which is less waiting, costs no memory. Source: Narayanan et al. (arXiv 2104.04473), section 2.2.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from course_lib.parallel.minimal.gpipe import GPipe
+from course_lib.parallel.minimal.gpipe import TinyStage
 
 
-class OneFOneB(GPipe):
-    """This rank's stage of a model. What a forward and a backward do is as in GPipe; their order is not."""
+class TinyOneFOneB(TinyStage):
+    """Forwards alone, then one forward and one backward in turn, then backwards alone.
 
-    def __init__(
-        self,
-        stage: nn.Module,
-        loss_function: Callable[[Tensor, Tensor], Tensor],
-        hidden_shape: Sequence[int],
-        group: dist.ProcessGroup,
-    ):
-        super().__init__(stage, loss_function, hidden_shape, group)
-        dist.barrier(group)  # NCCL wants all ranks in a group's first call, and an exchange is between two
+    In the middle, neighbours have something for each other at the same time, an activation down and a gradient up; were
+    both to send first, each would wait for the other. So they exchange.
+    """
 
-    def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
-        """Forward and backward of one batch, cut into micro-batches; gradients add up in ``.grad``.
-
-        All ranks are given the same batch. Returns the mean loss on the last rank, 0 on the others.
-        """
-        self.loss = self.room.new_zeros(())
-        microbatches = len(inputs)
-        warmup = min(self.ranks - 1 - self.rank, microbatches)
-
-        # --- phase 1, warm-up: one forward for each rank below, until the first gradient can be on its way up ---
-        for i in range(warmup):
-            x = inputs[i] if self.first else self.receive(self.rank - 1)
-            output = self.forward(x, targets[i], microbatches)
-            self.send(output, self.rank + 1)
-
-        # --- phase 2, steady state: one forward, one backward. Neighbours now have something for each other at the same
-        # time, an activation down and a gradient up; were both to send first, each would wait for the other ---
-        if not self.first and warmup < microbatches:
-            x = self.receive(self.rank - 1)
-        for i in range(warmup, microbatches):
-            output = self.forward(inputs[i] if self.first else x, targets[i], microbatches)
-            gradient = None if self.last else self.exchange(output, self.rank + 1)
-            input_gradient = self.backward(gradient)
-            if not self.first and i + 1 < microbatches:
-                x = self.exchange(input_gradient, self.rank - 1)
-            elif not self.first:
-                self.send(input_gradient, self.rank - 1)
-
-        # --- phase 3, cool-down: the backwards of as many micro-batches as warmed up ---
-        for _ in range(warmup):
-            input_gradient = self.backward(self.receive(self.rank + 1))
-            if not self.first:
-                self.send(input_gradient, self.rank - 1)
-        return self.loss
-
-    def exchange(self, tensor: Tensor, neighbour: int) -> Tensor:
-        """Send to a neighbour and receive from it, both at once."""
+    def exchange(self, tensor: Tensor, other: int) -> Tensor:
         received = torch.empty_like(self.room)
-        messages = [
-            dist.P2POp(dist.isend, tensor.detach().contiguous(), group=self.group, group_peer=neighbour),
-            dist.P2POp(dist.irecv, received, group=self.group, group_peer=neighbour),
-        ]
-        for work in dist.batch_isend_irecv(messages):
+        both = [dist.P2POp(dist.isend, tensor.detach().contiguous(), other), dist.P2POp(dist.irecv, received, other)]
+        for work in dist.batch_isend_irecv(both):
             work.wait()
         return received
+
+    def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        self.begin()
+        m = len(inputs)
+        warmup = min(self.last - self.rank, m)
+        for i in range(warmup):  # forwards alone, one for each rank below
+            x = self.receive(self.up) if self.rank else inputs[i]
+            self.send(self.forward(x, targets[i], 1 / m), self.down)
+        if self.rank and warmup < m:
+            x = self.receive(self.up)
+        for i in range(warmup, m):  # one forward, one backward
+            output = self.forward(x if self.rank else inputs[i], targets[i], 1 / m)
+            gradient = self.backward(self.exchange(output, self.down) if self.rank < self.last else None)
+            if self.rank and i + 1 < m:
+                x = self.exchange(gradient, self.up)
+            elif self.rank:
+                self.send(gradient, self.up)
+        for _ in range(warmup):  # backwards alone
+            gradient = self.backward(self.receive(self.down))
+            if self.rank:
+                self.send(gradient, self.up)

@@ -4,66 +4,70 @@ An all-reduce is a reduce-scatter and then an all-gather. ZeRO puts the optimize
 same bytes travel as in data parallelism (Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.1 and 7.1).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.optim import Optimizer
 
 
-class Zero1:
-    """A module whose optimizer sees only this rank's slice of the weights.
+class TinyBucket:
+    """Weights end to end in one flat buffer of E elements, of which each of N ranks owns a slice of E / N.
 
-    All weights lie end to end in one flat tensor of E elements, padded to a multiple of the N ranks; a slice has E / N
-    and begins and ends wherever it falls, in the middle of a matrix too. So the optimizer's update of an element must
-    look at that element alone, as SGD's and Adam's do.
+    A slice begins and ends wherever it falls, in the middle of a matrix too. So the optimizer's update of an element
+    must look at that element alone, as SGD's and Adam's do.
     """
 
+    def __init__(self, weights: list[nn.Parameter]):
+        self.weights, self.ranks = weights, dist.get_world_size()
+        self.flat = self.end_to_end([weight.detach() for weight in weights])  # (E,), E a multiple of N
+        start = 0
+        for weight in weights:
+            weight.data = self.flat[start : start + weight.numel()].view_as(weight)  # lies in the buffer now
+            start += weight.numel()
+        self.mine = nn.Parameter(self.flat.chunk(self.ranks)[dist.get_rank()])  # (E / N,), lies there as well
+
+    def end_to_end(self, tensors: list) -> Tensor:
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        return pad(flat, (0, -len(flat) % self.ranks))
+
+    def reduce(self) -> None:
+        whole = self.end_to_end([weight.grad for weight in self.weights])  # (E,), of this rank's rows
+        total = torch.empty_like(self.mine)
+        dist.reduce_scatter_single(total, whole)  # (E / N,): the sum over all ranks, of my slice alone
+        mean = total / self.ranks
+        self.mine.grad = mean if self.mine.grad is None else self.mine.grad + mean  # several micro-batches add up
+        for weight in self.weights:
+            weight.grad = None
+
+    def gather(self) -> None:
+        dist.all_gather_single(self.flat, self.mine.detach().clone())  # (E / N,) from each rank -> (E,)
+
+
+class TinyZeRO1:
+    """An engine in the place of the optimizer: its three phases are the step."""
+
     def __init__(
-        self, module: nn.Module, make_optimizer: Callable[[list[nn.Parameter]], Optimizer], group: dist.ProcessGroup
+        self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: Callable[[list[nn.Parameter]], Optimizer]
     ):
-        self.module, self.group = module, group
-        parameters = list(module.parameters())
-        sizes = [parameter.numel() for parameter in parameters]
-        self.weights = parameters[0].new_zeros(sum(sizes) + -sum(sizes) % group.size(), requires_grad=False)  # (E,)
-        self.gradients = torch.zeros_like(self.weights)  # (E,)
+        self.buckets = [TinyBucket(weights) for weights in self.cut(model, blocks)]
+        self.optimizer = make_optimizer([bucket.mine for bucket in self.buckets])  # Adam's means are E / N long
+        self.zero_grad = self.optimizer.zero_grad
 
-        # From now on the module's weights and gradients are views of the two flat tensors.
-        offset = 0
-        for parameter, size in zip(parameters, sizes, strict=True):
-            self.weights[offset : offset + size] = parameter.detach().flatten()
-            parameter.data = self.weights[offset : offset + size].view_as(parameter)
-            parameter.grad = self.gradients[offset : offset + size].view_as(parameter)
-            offset += size
-        dist.broadcast(self.weights, group=group, group_src=0)
-        for buffer in module.buffers():
-            dist.broadcast(buffer, group=group, group_src=0)
+    def cut(self, model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
+        return [list(model.parameters())]  # one bucket
 
-        # A view as well: what the optimizer writes into the slice is in the module's weights.
-        self.local_shard = nn.Parameter(self.weights.chunk(group.size())[group.rank()])  # (E / N,)
-        self.optimizer = make_optimizer([self.local_shard])
+    def reduce(self) -> None:
+        for bucket in self.buckets:
+            bucket.reduce()
+
+    def gather(self) -> None:
+        for bucket in self.buckets:
+            bucket.gather()
 
     def step(self) -> None:
-        """Reduce, update, gather."""
-        # --- phase 1, reduce-scatter: this rank gets the mean gradient of its own slice, and of no other ---
-        local_gradient = torch.empty_like(self.local_shard)  # (E,) -> (E / N,)
-        dist.reduce_scatter_single(local_gradient, self.gradients, group=self.group)
-        self.local_shard.grad = local_gradient / self.group.size()
-
-        # --- phase 2, update the slice: Adam's two moments exist for E / N elements only ---
+        self.reduce()
         self.optimizer.step()
-
-        # --- phase 3, all-gather: everybody's slices. A copy is sent, since the slice lies in what is received ---
-        dist.all_gather_single(self.weights, self.local_shard.detach().clone(), group=self.group)  # (E / N,) -> (E,)
-
-
-def train_step(
-    engine: Zero1, loss_function: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, targets: Tensor
-) -> Tensor:
-    """One step on this rank's rows; returns the mean loss of these rows."""
-    engine.gradients.zero_()
-    loss = loss_function(engine.module(inputs), targets)
-    loss.backward()
-    engine.step()
-    return loss.detach()
+        self.gather()
