@@ -253,8 +253,8 @@ def _bars(axes: Axes) -> Iterator[Table]:
                 lies = True
     lies = lies or bool(lone)
     which, unit = _unit(axes, "y" if lies else "x") or "bar", _unit(axes, "x" if lies else "y")
-    if len(rows) > MOST_ROWS and len({row[:2] for row in rows}) < len(rows):
-        yield _without_empty(axes, [which, "of", f"from–to {unit}".strip()], _by_lane(rows))
+    if len(rows) > MOST_ROWS and len(lanes := _by_lane(rows)) < len(rows):
+        yield _without_empty(axes, [which, "of", f"from–to {unit}".strip()], lanes)
     elif rows:
         end = f"to ({unit})" if any(start for _, _, start, _ in rows) else unit
         yield _without_empty(axes, [which, "of", "from", end if unit else "to"], rows)

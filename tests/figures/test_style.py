@@ -8,11 +8,14 @@ from IPython.core.pylabtools import select_figure_formats
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
+from course_lib.figures import timelines
 from course_lib.figures.style import COLOURS, PREDICTED, alternative, canvas
 from course_lib.lessons.basic_loop import figures as steps
 from course_lib.lessons.pipeline import explorer
 from course_lib.lessons.start import figures as start
 from course_lib.lessons.tracking.figures import confusion
+from course_lib.parallel.pipeline.schedules import make
+from course_lib.parallel.pipeline.simulation import simulate
 
 
 def shown(thing):
@@ -87,6 +90,13 @@ def test_a_time_line_has_a_row_for_each_kind_in_each_lane():
     (table,) = shown(figure)[1]["image/png"]["numbers"]
     assert table["columns"] == ["bar", "of", "from–to ms"] and len(table["rows"]) == 40
     assert table["rows"][1].startswith("rank 1\tforward\t0–1, 2–3, ") and table["rows"][1].endswith("30–31, …")
+
+
+def test_numbered_blocks_have_a_row_for_each_kind_in_each_lane_too():
+    figure = timelines.gantt({"": simulate(make("1f1b", 4, 8))}, "One table")
+    (table,) = shown(figure)[1]["image/png"]["numbers"]
+    assert len(table["rows"]) == 4 * 2
+    assert table["rows"][0].startswith("rank 0\tforward\t0: 0–1, 1: 1–2, ")
 
 
 def test_lines_in_one_place_are_rows_and_panels_that_share_an_axis_share_its_words():
