@@ -267,7 +267,7 @@ def compare(actual: Trace, wanted: Trace, strategy: str, engine: str, world_size
 
 
 def matrix(
-    folder: Path,
+    folder: Path | str,
     world_sizes: Sequence[int] | None = None,
     layouts: Rows = ROWS,
     *,
@@ -286,7 +286,7 @@ def matrix(
         timeout: seconds for the layouts of one world size.
         options: of all runs, such as ``lora_r``.
     """
-    options = {"max_steps": steps} | options
+    folder, options = Path(folder), {"max_steps": steps} | options
     alone = functools.cache(
         lambda rows, model: trace(
             task(folder / f"one-{rows}-{model}", 1, rows=rows, training_type="basic", **options | {"model": model})

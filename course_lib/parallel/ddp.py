@@ -9,7 +9,7 @@ One step, from left to right; buckets are sent in the same order on every rank::
 
 Sources: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020): section 3.2.2
 (buckets), 3.2.3 (overlap), 3.2.4 (``no_sync``), 4.1 (broadcast of buffers), 6.2.3 (compression). The shortest
-form is :mod:`course_lib.parallel.minimal.bucketed_data_parallel`.
+form is :mod:`course_lib.parallel.minimal.data_parallel`.
 """
 
 import contextlib

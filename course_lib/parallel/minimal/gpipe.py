@@ -28,12 +28,9 @@ class TinyStage:
         self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
         self.up, self.down = self.rank - 1, self.rank + 1
         self.held: deque = deque()  # what a forward leaves for its backward
-        self.peak = 0
+        self.peak, self.loss = 0, 0.0
+        self.row: list[str] = []  # what this rank did
         dist.barrier()  # NCCL wants all ranks in their first call
-
-    def begin(self) -> None:
-        self.loss = 0.0
-        self.row: list[str] = []  # what this rank did, as a schedule writes it
 
     def send(self, tensor: Tensor, to: int) -> None:
         dist.send(tensor.detach().contiguous(), to)
@@ -69,8 +66,7 @@ class TinyGPipe(TinyStage):
     """All forwards, then all backwards; gradients of the micro-batches add up in ``.grad``."""
 
     def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        self.begin()
-        m = len(inputs)
+        self.loss, self.row, m = 0.0, [], len(inputs)
         for x, target in zip(inputs, targets, strict=True):
             output = self.forward(self.receive(self.up) if self.rank else x, target, 1 / m)
             if self.rank < self.last:

@@ -34,8 +34,7 @@ class TinyOneFOneB(TinyStage):
         return received
 
     def step(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        self.begin()
-        m = len(inputs)
+        self.loss, self.row, m = 0.0, [], len(inputs)
         warmup = min(self.last - self.rank, m)
         for i in range(warmup):  # forwards alone, one for each rank below
             x = self.receive(self.up) if self.rank else inputs[i]

@@ -50,14 +50,13 @@ class SumOverRanks(torch.autograd.Function):  # g
 
 
 class TinyColumns(nn.Module):
-    """This rank's H / N columns of A, and as many elements of the bias."""
+    """This rank's H / N columns of A, and as many elements of the bias. They are rows of the (H, K) of nn.Linear."""
 
     enter = staticmethod(CopyToRanks.apply)
 
     def __init__(self, linear: nn.Linear, group: dist.ProcessGroup | None = None):
         super().__init__()
         self.group = group
-        # nn.Linear keeps the transpose, (H, K), so that A's columns are its rows.
         self.weight, self.bias = (nn.Parameter(part(whole, 0, group)) for whole in (linear.weight, linear.bias))
 
     def forward(self, x: Tensor) -> Tensor:
