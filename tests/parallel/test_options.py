@@ -19,6 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from course_lib.parallel import collectives
+from tools.cells import KEY, PACKAGE
 
 ROOT = Path(__file__).parents[2]
 TEXTBOOK = ROOT / "course_lib" / "parallel"
@@ -186,7 +187,13 @@ def users() -> Iterator[tuple[str, str]]:
             yield module_name(path), path.read_text(encoding="utf-8")
         for path in sorted((ROOT / folder).glob("*.ipynb")):
             cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-            yield path.stem, "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+            yield path.stem, "\n".join(code_of(cell) for cell in cells if cell["cell_type"] == "code")
+
+
+def code_of(cell: dict) -> str:
+    """A cell's source; of one that is made from shortest forms, their import."""
+    names = [name.split(".") for name in cell["metadata"].get(KEY, ())]
+    return "\n".join(f"from {PACKAGE}.{module} import {name}" for module, name in names) or "".join(cell["source"])
 
 
 def test_every_option_has_a_user():
