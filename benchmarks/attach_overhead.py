@@ -1,4 +1,4 @@
-"""What `course meter` and `course watch` cost per collective: CPU time of a bare all-reduce, with and without them.
+"""Cost of `course meter` and `course watch` per collective: CPU time of an all-reduce with and without them.
 
     python benchmarks/attach_overhead.py [--calls 3000]
 

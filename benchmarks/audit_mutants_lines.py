@@ -2,7 +2,7 @@
 the lines that read so.
 
 All that rules (a collective or call left out, a divisor, a factor, an index, a condition turned round) make of the lines
-that a step runs, but for those that raise an error there, and for `wait()`, whose lack is a race.
+that a step runs, except for those that raise an error there, and for `wait()`, whose lack is a race.
 """
 
 # ruff: noqa: E501
@@ -439,9 +439,9 @@ LINES = (
     (
         "tensor_parallel",
         "tensor_plans",
-        "setattr(split, attribute, piece)",
+        "setattr(split, attribute, shard)",
         "pass",
-        "the piece differs from the layer's own only where weights are tied; the tied model, below, is caught",
+        "the shard differs from the layer's own only where weights are tied; the tied model, below, is caught",
         0,
     ),
     (
@@ -501,7 +501,7 @@ LINES = (
         "a check that refuses bad input, and the input here is good",
         0,
     ),
-    ("tensor_parallel, tied", "tensor_plans", "setattr(split, attribute, piece)", "pass", "", 0),
+    ("tensor_parallel, tied", "tensor_plans", "setattr(split, attribute, shard)", "pass", "", 0),
     (
         "zero1",
         "sharded_bucket",
@@ -594,7 +594,7 @@ LINES = (
     (
         "zero1",
         "zero",
-        "repoint(optimizer, {p: _worth_updating(piece) for p, piece in self._pieces.items()})",
+        "repoint(optimizer, {p: _worth_updating(shard) for p, shard in self._shards.items()})",
         "pass",
         "",
         0,
@@ -637,7 +637,7 @@ LINES = (
     (
         "zero3",
         "sharded_module",
-        "repoint(optimizer, {parameter: piece.data for parameter, piece in self._pieces.items()})",
+        "repoint(optimizer, {parameter: shard.data for parameter, shard in self._shards.items()})",
         "pass",
         "",
         0,

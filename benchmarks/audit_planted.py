@@ -1,4 +1,4 @@
-"""What `course audit` says of gradients that were wrong in other projects, told again in small.
+"""`course audit` on wrong gradients reported in other projects, rebuilt small.
 
 python -m benchmarks.audit_planted      # from the repository's root; writes benchmarks/audit-planted.md
 """

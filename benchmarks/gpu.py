@@ -1,4 +1,4 @@
-"""What of the course runs on the GPUs of this machine: `make gpu`, or in any environment that has torch:
+"""Hardware check of the course on this machine's GPUs: `make gpu`, or in any environment that has torch:
 
     python benchmarks/gpu.py [--minutes 8 | --full] [--output gpu-report.md]
 

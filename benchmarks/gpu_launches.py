@@ -1,4 +1,4 @@
-"""What a training step launches on a GPU: ATen calls and host syncs per step, for each strategy and engine.
+"""GPU launches of a training step: ATen calls and host syncs per step, for each strategy and engine.
 
     python benchmarks/gpu_launches.py [--before REVISION] [--strategies ddp:torch zero3:scratch]
 

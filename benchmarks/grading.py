@@ -1,4 +1,4 @@
-"""How fast a hall is graded, what it takes, and what a kill in the middle costs.
+"""Throughput of batch grading, its resources, and the cost of a kill in the middle.
 
     python benchmarks/grading.py [--submissions 300] [--jobs 2] [--out benchmarks/grading.md]
 

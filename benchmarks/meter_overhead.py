@@ -1,4 +1,4 @@
-"""What measuring costs: the time of a training step with the meter and without it, in one run.
+"""Cost of metering: the time of a training step with the meter and without it, in one run.
 
     python benchmarks/meter_overhead.py [--ranks 2] [--pairs 40]
 

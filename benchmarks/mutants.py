@@ -1,4 +1,4 @@
-"""Which changes of a solution its check rejects: every mutant of every exercise, counted.
+"""Mutants of the exercises' solutions: how many changes of each solution its check rejects.
 
     python benchmarks/mutants.py            # writes mutants.md; about ten minutes on two cores
 

@@ -1,4 +1,4 @@
-"""Whether the planner puts strategies into the order that was measured.
+"""Planner's order of strategies compared with the measured order.
 
     python -m benchmarks.planner_order    # from the repository's root; writes benchmarks/planner-order.md
 

@@ -1,4 +1,4 @@
-"""How each published row is read: as a model, a plan, a cluster, and what was measured.
+"""Published measurements as a model, a plan, a cluster and the measured value.
 
 What a source leaves open (the micro-batch, stages per pipeline rank) is the fastest of 1, 2, 4, 8, as people tune it;
 what it measured is never looked at for that. What a row leaves out but its source says is cited here.

@@ -1,4 +1,4 @@
-"""What breaking training on purpose costs: checkpoints under kills and damage, broken runs, and goodput.
+"""Cost of breaking training on purpose: checkpoints under kills and damage, broken runs, and goodput.
 
     python benchmarks/reliability.py storage runs goodput     # hours
     python benchmarks/reliability.py storage runs goodput --quick

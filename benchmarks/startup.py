@@ -1,4 +1,4 @@
-"""What things cost to start: CPU-seconds of a command and all its processes, medians of three.
+"""Start-up costs: CPU-seconds of a command and all its processes, medians of three.
 
     python benchmarks/startup.py [FOLDER]
 

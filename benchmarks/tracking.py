@@ -1,4 +1,4 @@
-"""What tracking costs: the time that a run's steps spend in it on rank 0, and its start and its end.
+"""Cost of tracking: time that a run's steps, start and end spend in it on rank 0.
 
     python benchmarks/tracking.py [--ranks 2] [--steps 100]
 

@@ -134,7 +134,7 @@ def without_dropout(model: nn.Module) -> None:
 
 
 def ours(kind: str, steps: int, seed: int, drop: bool = True, **options) -> Clock:
-    """One of our trainers, with the callbacks that `course train` has but for its tracker."""
+    """One of our trainers, with the callbacks that `course train` has except for its tracker."""
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         run = {"training_type": kind, "max_steps": steps, "seed": seed, "output_dir": folder}

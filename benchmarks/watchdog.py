@@ -1,4 +1,4 @@
-"""What the watchdog costs: the time of a training step with it and without it, in one run.
+"""Cost of the watchdog: the time of a training step with it and without it, in one run.
 
     python benchmarks/watchdog.py [--ranks 2] [--pairs 30]
 

@@ -1,4 +1,4 @@
-"""What `course watch` says of ten scripts in the shapes of public ones, healthy and faulty, and of silent phases.
+"""`course watch` on ten scripts in the shapes of public ones, healthy and faulty, and on silent phases.
 
 python -m benchmarks.watched_jobs      # from the repository's root, half an hour; writes benchmarks/watched-jobs.md
 """

@@ -1,4 +1,4 @@
-"""What a reader of a page need not see of a lesson's cells: calls that only print, imports, colours for one ground."""
+"""Cells of a lesson as a page shows them: without calls that only print, imports, and colours for one background."""
 
 import ast
 import html

@@ -1,4 +1,4 @@
-"""What the book needs of Sphinx and no extension has: pages that show files, alternative texts of figures."""
+"""Sphinx extension of the book: pages that show files, alternative texts of figures."""
 
 import json
 import posixpath

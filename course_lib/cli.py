@@ -148,7 +148,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if not name.startswith("--"):
             raise ConfigError(f"unknown option `{name}`", "options begin with `--`")
         plain = [option.lstrip("-") for option in args.options]  # the hyphens make all of them alike
-        likely = [f"--{each}" for each in near(name[2:], plain)]
+        likely = [f"--{close}" for close in near(name[2:], plain)]
         raise ConfigError(
             f"unknown option `{name}`",
             nearest(likely[0], likely, len(likely)) if likely else "",
@@ -277,7 +277,7 @@ def report(line: str, code: int) -> int:
 
 
 def traceback_without_keys(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What Python prints of a defect, its keys and tokens hidden."""
+    """Python's traceback of a defect, its keys and tokens hidden."""
     text = redact("".join(traceback.format_exception(kind, error, trace)))
     print(text, end="", file=sys.stderr, flush=True)
     if job := container.discover():

@@ -109,9 +109,9 @@ AS_NEAR = 0.12
 
 def near(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The names most like one, the nearest first; none that is much less alike than the nearest."""
-    found = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=count, cutoff=0.6)
-    alike = [difflib.SequenceMatcher(None, each, name).ratio() for each in found]
-    return [each for each, ratio in zip(found, alike, strict=True) if ratio > alike[0] - AS_NEAR]
+    matches = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=count, cutoff=0.6)
+    alike = [difflib.SequenceMatcher(None, candidate, name).ratio() for candidate in matches]
+    return [candidate for candidate, ratio in zip(matches, alike, strict=True) if ratio > alike[0] - AS_NEAR]
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
@@ -119,7 +119,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     known = list(dict.fromkeys(known))
     close = near(name, known, count)
     if close:
-        return "did you mean " + " or ".join(f"`{each}`" for each in close) + "?"
+        return "did you mean " + " or ".join(f"`{candidate}`" for candidate in close) + "?"
     if 0 < len(known) <= 12:
         return "choose from " + ", ".join(f"`{choice}`" for choice in known)
     return ""

@@ -1,4 +1,4 @@
-"""What a learner has answered and solved: two small JSON files, beside the notebooks and beside the exercises.
+"""A learner's answers and solved exercises: two small JSON files, beside the notebooks and beside the exercises.
 
 ``notebooks/my_answers.json`` holds ``{lesson: {question: {"value", "when", "measured", "close", ...}}}``, and
 ``exercises/my_results.json`` holds ``{exercise: {"points", "of", "when"}}``.
@@ -30,7 +30,7 @@ class LearnerFile:
         self.path, self.depth = path, depth
 
     def read(self) -> dict[str, Any]:
-        """What the file holds; nothing where there is no file.
+        """Content of the file; empty where there is no file.
 
         Raises:
             DataError: the file cannot be read, or holds something else.

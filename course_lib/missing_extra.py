@@ -1,4 +1,4 @@
-"""Which extra of the course brings a package, and which versions are too old, so that a line says what to install."""
+"""Missing packages: the extra of the course that brings each, and the oldest version that will do."""
 
 import re
 from math import inf
@@ -47,7 +47,7 @@ class ExtraError(CourseError):
 
 
 def explain(error: ModuleNotFoundError, command: str) -> ExtraError | None:
-    """What to say where ``command`` needs a package that was not found; None where no extra brings it: a defect."""
+    """Line to print where ``command`` needs a package that was not found; None where no extra brings it: a defect."""
     package = (error.name or "").partition(".")[0]
     extras = [extra for extra, packages in BROUGHT_BY.items() if package in packages]
     if not extras:
@@ -66,10 +66,10 @@ def torch_version() -> tuple[float, float]:
     from importlib import metadata  # takes 20 ms, which --help need not pay
 
     try:
-        found = re.match(r"(\d+)\.(\d+)", metadata.version("torch"))
+        match = re.match(r"(\d+)\.(\d+)", metadata.version("torch"))
     except metadata.PackageNotFoundError:
-        found = None
-    return (int(found[1]), int(found[2])) if found else (inf, inf)
+        match = None
+    return (int(match[1]), int(match[2])) if match else (inf, inf)
 
 
 def require(package: str, oldest: str, what: str) -> None:
@@ -99,10 +99,10 @@ def require_torch(extra: str = "") -> None:
     Raises:
         ExtraError: it is below the range.
     """
-    found, oldest = torch_version(), TORCH[extra]
-    if found < oldest:
+    version, oldest = torch_version(), TORCH[extra]
+    if version < oldest:
         what = f"the extra `{extra}` needs" if extra else "the course needs"
         raise ExtraError(
-            f"torch {found[0]}.{found[1]} is installed, and {what} {oldest[0]}.{oldest[1]} or newer, below 2.14",
+            f"torch {version[0]}.{version[1]} is installed, and {what} {oldest[0]}.{oldest[1]} or newer, below 2.14",
             _how_to_install(extra),
         )

@@ -264,7 +264,7 @@ def digest(folder: Path) -> str:
     found = hashlib.sha256(last.name.encode())
     for path in [folder / "model" / "model.safetensors", *sorted(last.glob("*.safetensors"))]:
         found.update(path.name.encode() + path.read_bytes())
-    if formats.is_sharded(last):  # a file of pieces has them in the order in which they were made
+    if formats.is_sharded(last):  # a file of shards has them in the order in which they were made
         for name, tensor in sorted(sharded.whole(last, "").items()):
             found.update(name.encode() + tensor.view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

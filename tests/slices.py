@@ -1,7 +1,7 @@
 """Pytest plugin: parts of the tests, and the order of their files, chosen by the times that were measured last.
 
 ``--slice K/N`` runs the K-th of N parts, of about the same time. A part has whole files, whose tests share what they
-set up, but for files that take longer than LARGEST by themselves. ``--quick`` runs the files that take QUICK at most,
+set up, unless a file takes longer than LARGEST by itself. ``--quick`` runs the files that take QUICK at most,
 and imports no others. Where several files run at a time, the longest come first, and those that mostly wait are spread
 among those that compute.
 

@@ -1,4 +1,4 @@
-"""What the words of a lesson assert about its numbers: tests/notebooks/claims/NAME.yaml, held against a page.
+"""Claims of a lesson's words about its numbers: tests/notebooks/claims/NAME.yaml, held against a page.
 
     python tools/claims.py [notebooks/02_data_parallel.ipynb …]
 

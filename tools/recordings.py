@@ -133,7 +133,7 @@ def prepare_fsdp() -> Play:
     torch.manual_seed(0)
     model = Net(3)
     units = fsdp.TinyFSDP(model, list(model.layers), fsdp.Unit).units
-    optimizer = torch.optim.SGD([unit.piece for unit in units])  # plain SGD: memory is weights
+    optimizer = torch.optim.SGD([unit.shard for unit in units])  # plain SGD: memory is weights
     x, y = rows(32, dist.get_rank())
     return second_time(lambda: train_step(model, optimizer, x, y))
 
@@ -236,7 +236,7 @@ SCENES = {
         "and falls where they are freed, forward and again backward.",
         prepare_fsdp,
         (train_step, fsdp.Unit.gather, fsdp.Unit.free, fsdp.Unit.reduce),
-        ("loss", "self.flat", "self.piece", "mine"),
+        ("loss", "self.flat", "self.shard", "mine"),
         2,
         {"F": ["loss = F.mse_loss("], "B": ["loss.backward()"], "O": ["optimizer.step()"]},
     ),

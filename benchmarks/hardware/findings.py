@@ -1,4 +1,4 @@
-"""What a section found: tables and notes, what failed, what was not run. Written down as it comes."""
+"""Findings of a hardware section: tables, notes, failures and skipped parts, written as they come."""
 
 import contextlib
 import json

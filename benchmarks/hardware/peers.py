@@ -1,4 +1,4 @@
-"""What our trainers are timed beside: the Hugging Face Trainer, and loops as torch's tutorials write them.
+"""Peers of our trainers in timings: the Hugging Face Trainer, and loops as torch's tutorials write them.
 
 All take the same model, rows, batch, precision, attention, clipping and fused AdamW as ours, and their batches without
 a mask, since no row is padded.

@@ -1,4 +1,4 @@
-"""What memory and speed are measured on: a GPT-2 on rows of random tokens, as trainers and plain loops take it."""
+"""Subject of memory and speed measurements: a GPT-2 on rows of random tokens, for trainers and plain loops."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -25,14 +25,14 @@ C10D = "torch.distributed.distributed_c10d"
 
 
 class Tool(Protocol):
-    """What runs on a rank."""
+    """Tool that runs on a rank."""
 
     def end(self, error: BaseException | None) -> None:
         """The process group is going to be destroyed, or the process ends, by an error or not."""
 
 
 class EarlyTool(Protocol):
-    """What runs on a rank before its process group stands."""
+    """Tool that runs on a rank before its process group stands."""
 
     def arrive(self, rank: int | None, world_size: int | None) -> None:
         """The rank comes to wait for the others in ``init_process_group``, and is told which it is, or not."""

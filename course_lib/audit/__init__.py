@@ -9,7 +9,7 @@ from course_lib.audit.finding import Finding
 from course_lib.audit.layouts import AXES, Layout, layouts
 from course_lib.audit.session import Audited, audit
 from course_lib.audit.step import AuditedStep, GradientDiffers, Reference, record_step, step
-from course_lib.audit.subject import Subject, gathered_pieces
+from course_lib.audit.subject import Subject, gathered_shards
 from course_lib.audit.verdict import Verdict
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "Subject",
     "Verdict",
     "audit",
-    "gathered_pieces",
+    "gathered_shards",
     "layouts",
     "record_step",
     "step",

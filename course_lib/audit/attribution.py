@@ -1,4 +1,4 @@
-"""Which ranks' batches a wrong gradient is made of: found by least squares over each batch's own gradient.
+"""Attribution of a wrong gradient to ranks' batches, by least squares over each batch's own gradient.
 
 One process computes the gradient of each rank's batch by itself. Where the reference is a weighted sum of these, as in
 data parallelism, a wrong gradient often is one too, with other weights: each batch counted alike instead of by its
@@ -27,7 +27,7 @@ PRECISION = 1e-3
 def attributed(
     findings: Sequence[Finding],
     reference: Record,
-    found: Sequence[Record],
+    observed: Sequence[Record],
     layout: Layout,
     parts: Sequence[Mapping[str, Tensor | None]],
     owner: Sequence[int],
@@ -38,14 +38,14 @@ def attributed(
     Args:
         findings: of all parameters.
         reference: of one process.
-        found: of the ranks.
+        observed: of the ranks.
         layout: where the ranks are.
         parts: by distinct batch, the gradient of each parameter, computed by one process.
         owner: by rank, which of the batches is its own.
         within: relative difference that is rounding.
     """
-    open_ones = [f.name for f in findings if f.kind in UNSURE and _has(f.name, reference, found, parts)]
-    everything = [name for name in reference.gradients if _has(name, reference, found, parts)]
+    open_ones = [f.name for f in findings if f.kind in UNSURE and _has(f.name, reference, observed, parts)]
+    everything = [name for name in reference.gradients if _has(name, reference, observed, parts)]
     if len(parts) < 2 or not open_ones:
         return list(findings)
     close = min(max(4 * within, PRECISION), min(f.apart for f in findings if f.name in open_ones) / 10)
@@ -57,8 +57,8 @@ def attributed(
         for axis in layout.used
         if any(owner[rank] != owner[group[0]] for group in layout.together((axis,)) for rank in group)
     )
-    together = _explained(open_ones, found, parts, owner, right, close, axes)
-    said = {name: (together or _explained([name], found, parts, owner, right, close, axes)) for name in open_ones}
+    together = _explained(open_ones, observed, parts, owner, right, close, axes)
+    said = {name: (together or _explained([name], observed, parts, owner, right, close, axes)) for name in open_ones}
     return [
         dataclasses.replace(f, kind=why[0], axes=why[1], sentence=f"`{f.name}`: {why[2]}")
         if (why := said.get(f.name))
@@ -82,7 +82,7 @@ def distinct(batches: Sequence[Any]) -> tuple[list[Any], list[int]]:
 
 
 def untried(error: BaseException) -> str:
-    """Why nothing was explained by batches, as a sentence: what one process raised with a rank's batch."""
+    """Reason why nothing was explained by batches, as a sentence: what one process raised with a rank's batch."""
     told = str(error).partition("\n")[0]
     return (
         "what the ranks' own batches explain was not tried, since one process does not take them: "
@@ -90,11 +90,13 @@ def untried(error: BaseException) -> str:
     )
 
 
-def _has(name: str, reference: Record, found: Sequence[Record], parts: Sequence[Mapping[str, Tensor | None]]) -> bool:
+def _has(
+    name: str, reference: Record, observed: Sequence[Record], parts: Sequence[Mapping[str, Tensor | None]]
+) -> bool:
     wanted = reference.gradients[name]
     return wanted is not None and all(
         (g := held.get(name)) is not None and g.shape == wanted.shape
-        for held in [*(record.gradients for record in found), *parts]
+        for held in [*(record.gradients for record in observed), *parts]
     )
 
 
@@ -121,7 +123,7 @@ def _weights(
 
 def _explained(
     names: Sequence[str],
-    found: Sequence[Record],
+    observed: Sequence[Record],
     parts: Sequence[Mapping[str, Tensor | None]],
     owner: Sequence[int],
     right: Tensor,
@@ -129,10 +131,10 @@ def _explained(
     axes: tuple[str, ...],
 ) -> tuple[Kind, tuple[str, ...], str] | None:
     """Kind, axes and words for parameters that all are made of the batches in one way; None where they are not."""
-    each = [_weights(names, record.gradients, parts, close) for record in found]
-    if any(weights is None for weights in each):
+    of_ranks = [_weights(names, record.gradients, parts, close) for record in observed]
+    if any(weights is None for weights in of_ranks):
         return None
-    taken = torch.stack([weights for weights in each if weights is not None])
+    taken = torch.stack([weights for weights in of_ranks if weights is not None])
     near = 4 * close * float(right.abs().max())
 
     def alike(a: Tensor, b: Tensor) -> bool:
@@ -158,8 +160,8 @@ def _explained(
     wrong = [rank for rank, row in enumerate(taken) if not alike(row, right)]
     if any(alone[rank] is None for rank in wrong):
         return None
-    fine = len(found) - len(wrong)
-    but = f"right on {fine} of {len(found)} ranks; " if fine else ""
+    fine = len(observed) - len(wrong)
+    but = f"right on {fine} of {len(observed)} ranks; " if fine else ""
     if all(alone[rank] == owner[rank] for rank in wrong):
         own = "its own batch" if len(wrong) == 1 else "their own batches"
         return (

@@ -1,4 +1,4 @@
-"""What is wrong with a gradient: the kind, the factor, the axis; in one sentence for whoever maintains the engine."""
+"""Diagnosis of a wrong gradient: kind, factor and axis, in one sentence for the engine's maintainer."""
 
 import itertools
 import math
@@ -216,7 +216,7 @@ def _on_some_ranks(gradient: _Gradient) -> Iterator[Finding]:
 
 
 def _shards(gradient: _Gradient) -> Iterator[Finding]:
-    """Where all ranks are right but for one chunk of a dimension, each of the others by its own size."""
+    """Where all ranks are right except for one chunk of a dimension, each of the others by its own size."""
     for axes, size in _cuts(gradient.layout):
         for dim in range(gradient.right.dim()):
             if gradient.right.shape[dim] % size:
@@ -226,7 +226,7 @@ def _shards(gradient: _Gradient) -> Iterator[Finding]:
                 parts = zip(tensor.chunk(size, dim), gradient.right.chunk(size, dim), strict=True)
                 bad |= {place for place, (mine, other) in enumerate(parts) if not gradient.alike(mine, other)}
             if len(bad) == 1:
-                why = f"right but for part {min(bad)} of {size} along its dimension {dim}, as {_and(axes)} cuts it"
+                why = f"right except for part {min(bad)} of {size} along its dimension {dim}, as {_and(axes)} cuts it"
                 yield gradient.finding("shard", why, axes)
 
 

@@ -1,4 +1,4 @@
-"""How ranks are laid out: the size of each axis, and which ranks share everything but one of them."""
+"""Layout of ranks: the size of each axis, and the groups of ranks along it."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """How many."""
+        """Number of ranks."""
         return math.prod(self.sizes)
 
     @property
@@ -48,7 +48,7 @@ class Layout:
         return init_device_mesh(device, self.sizes, mesh_dim_names=AXES)
 
     def place(self, rank: int) -> dict[str, int]:
-        """Where a rank is on each axis."""
+        """Place of a rank on each axis."""
         where = {}
         for axis, size in reversed(list(zip(AXES, self.sizes, strict=True))):
             rank, where[axis] = divmod(rank, size)
@@ -75,7 +75,7 @@ def layouts(ranks: int, axes: Sequence[str] = AXES) -> list[Layout]:
         raise ConfigError(f"unknown axis {unknown[0]!r} of a layout", f"use {', '.join(AXES)}")
     if ranks < 2:
         raise ConfigError(f"layouts of up to {ranks} ranks", "take 2 or more")
-    found = [
+    fitting = [
         Layout(**dict(zip(axes, sizes, strict=True)))
         for sizes in itertools.product(range(1, ranks + 1), repeat=len(axes))
         if 2 <= math.prod(sizes) <= ranks
@@ -84,4 +84,4 @@ def layouts(ranks: int, axes: Sequence[str] = AXES) -> list[Layout]:
     def ambiguous(layout: Layout) -> bool:
         return len(set(layout.used.values())) < len(layout.used)
 
-    return sorted(found, key=lambda layout: (len(layout.used), ambiguous(layout), layout.ranks, layout.sizes))
+    return sorted(fitting, key=lambda layout: (len(layout.used), ambiguous(layout), layout.ranks, layout.sizes))

@@ -1,4 +1,4 @@
-"""How the losses that the ranks tell make up the loss of one process: as a mean, as shares, or by their targets."""
+"""Rules that make one process's loss of the ranks' losses: a mean, a sum of shares, or weighted by targets."""
 
 import itertools
 import math
@@ -15,21 +15,21 @@ IGNORED = -100
 """Index of a target that does not count, as in :func:`torch.nn.functional.cross_entropy`."""
 
 
-def compared(reference: Record, found: Sequence[Record], layout: Layout, within: float) -> tuple[list[float], str]:
+def compared(reference: Record, observed: Sequence[Record], layout: Layout, within: float) -> tuple[list[float], str]:
     """Relative difference of each step's loss, and a sentence on how the ranks' make it up; none for their mean.
 
     Args:
         reference: of one process.
-        found: of the ranks.
+        observed: of the ranks.
         layout: where the ranks are.
         within: relative difference that is rounding.
     """
-    telling = [rank for rank, record in enumerate(found) if record.losses]
-    losses = [found[rank].losses for rank in telling]
+    telling = [rank for rank, record in enumerate(observed) if record.losses]
+    losses = [observed[rank].losses for rank in telling]
     if {len(told) for told in losses} - {len(reference.losses)} or bool(losses) != bool(reference.losses):
         return [math.inf], ""
     first = None
-    for weights, sentence in _ways([found[rank] for rank in telling], layout):
+    for weights, sentence in _ways([observed[rank] for rank in telling], layout):
         apart = [
             abs(sum(w * mine for w, mine in zip(weights, step, strict=True)) - right) / max(abs(right), 1e-12)
             for step, right in zip(zip(*losses, strict=True), reference.losses, strict=True)
@@ -60,7 +60,7 @@ def _ways(telling: Sequence[Record], layout: Layout) -> Iterator[tuple[list[floa
 
 
 def _counts(batches: Sequence[Any]) -> Iterator[tuple[str, list[int]]]:
-    """What each rank's batch has of rows, of targets, and of those but for the first in each row."""
+    """What each rank's batch has of rows, of targets, and of those except for the first in each row."""
     every = [list(tensors_of(batch)) for batch in batches]
     for tensors in zip(*every, strict=False):
         whole = [tensor for tensor in tensors if tensor.dim()]

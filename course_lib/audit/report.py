@@ -35,9 +35,9 @@ def lines(audited: Audited) -> Iterator[str]:
         yield from textwrap.wrap(note, WIDTH)
     yield f"{'layout':<18}{'loss apart':<12}{'norm, of the reference':<24}gradients that agree"
     for verdict in audited.verdicts:
-        found, right = verdict.norm
+        observed, right = verdict.norm
         agree = parameters - len(verdict.wrong)
-        share = f"{found / right:.6g}" if right else "-"
+        share = f"{observed / right:.6g}" if right else "-"
         yield f"{verdict.layout!s:<18}{verdict.loss_apart:<12.1e}{share:<24}{agree} of {parameters}"
         for sentence in sentences(verdict):
             yield from textwrap.wrap(
@@ -60,7 +60,7 @@ def lines(audited: Audited) -> Iterator[str]:
 
 
 def sentences(verdict: Verdict) -> Iterator[str]:
-    """What is wrong, and what would not have shown it."""
+    """Sentences on what is wrong, and on what would not have shown it."""
     told = verdict.told
     yield from told[:SHOWN]
     if len(told) > SHOWN:

@@ -61,16 +61,16 @@ def audit(make: Make, layouts: Iterable[Layout], *, timeout: float = 120.0) -> A
     failed: dict[Layout, CourseError] = {}
     for layout in layouts:
         try:
-            found = _on_ranks(layout, timeout, observe, make, layout, STEPS, dropout=dropout)
-            _check_start(reference, found, layout)
+            observed = _on_ranks(layout, timeout, observe, make, layout, STEPS, dropout=dropout)
+            _check_start(reference, observed, layout)
         except NotImplementedError as error:
             refused[layout] = str(error)
             continue
         except CourseError as error:
             failed[layout] = error
             continue
-        verdict = judge(reference, found, layout)
-        verdicts.append(_attributed(verdict, reference, found, make, timeout, dropout) if verdict.wrong else verdict)
+        verdict = judge(reference, observed, layout)
+        verdicts.append(_attributed(verdict, reference, observed, make, timeout, dropout) if verdict.wrong else verdict)
     if failed and not verdicts:
         raise next(iter(failed.values()))
     return Audited(
@@ -121,10 +121,10 @@ def _reference(make: Make, timeout: float) -> tuple[Record, bool, list[str]]:
 
 
 def _attributed(
-    verdict: Verdict, reference: Record, found: list[Record], make: Make, timeout: float, dropout: bool
+    verdict: Verdict, reference: Record, observed: list[Record], make: Make, timeout: float, dropout: bool
 ) -> Verdict:
     """The verdict, with what the gradients of the ranks' own batches explain."""
-    batches, owner = distinct([record.batch for record in found])
+    batches, owner = distinct([record.batch for record in observed])
     if len(batches) < 2:
         return verdict
     try:
@@ -132,7 +132,8 @@ def _attributed(
     except (CourseError, NotImplementedError) as error:
         return dataclasses.replace(verdict, untried=untried(error))
     return dataclasses.replace(
-        verdict, gradients=attributed(verdict.gradients, reference, found, verdict.layout, parts, owner, verdict.within)
+        verdict,
+        gradients=attributed(verdict.gradients, reference, observed, verdict.layout, parts, owner, verdict.within),
     )
 
 
@@ -200,8 +201,8 @@ def _differing(first: Record, second: Record) -> str | None:
     return None
 
 
-def _check_start(reference: Record, found: list[Record], layout: Layout) -> None:
-    for rank, record in enumerate(found):
+def _check_start(reference: Record, observed: list[Record], layout: Layout) -> None:
+    for rank, record in enumerate(observed):
         for name, weight in record.start.items():
             right = reference.start.get(name)
             if right is None:

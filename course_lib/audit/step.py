@@ -42,7 +42,7 @@ class GradientDiffers(CourseError):
 
 @dataclass(frozen=True)
 class Reference:
-    """How one process takes the step.
+    """One process that takes the step, to compare with.
 
     Attributes:
         model: builds the plain model, on rank 0 alone; it is given the weights that the step begins with.
@@ -57,7 +57,7 @@ class Reference:
 
 @dataclass
 class AuditedStep:
-    """What the block is told of, and gives back.
+    """Handle of an audited block: its loss goes in, the verdict comes out.
 
     Attributes:
         loss: set it in the block (of this rank, or of all) to have it compared.
@@ -176,31 +176,31 @@ def _gathered(mine: Any, ranks: int) -> list[Any]:
 
 def _verdict(reference: Reference | str | os.PathLike, everybody: list[Any], layout: Layout) -> Verdict | CourseError:
     """On rank 0; what could not be judged is returned, so that all ranks raise it."""
-    found, batches = [record for record, _ in everybody], [batch for _, batch in everybody]
-    for record, batch in zip(found, batches, strict=True):
+    observed, batches = [record for record, _ in everybody], [batch for _, batch in everybody]
+    for record, batch in zip(observed, batches, strict=True):
         record.batch = batch
     try:
-        for rank, record in enumerate(found):
-            _check_same(found[0], record, f"on rank {rank} as on rank 0", "hand rank 0's weights to all ranks first")
+        for rank, record in enumerate(observed):
+            _check_same(observed[0], record, f"on rank {rank} as on rank 0", "hand rank 0's weights to all ranks first")
         if isinstance(reference, Reference):
-            right = _computed(reference, found[0].start, _joined(batches, layout))
+            right = _computed(reference, observed[0].start, _joined(batches, layout))
         else:
             right = Record(**torch.load(Path(reference), weights_only=True))
             _check_same(
                 right,
-                found[0],
+                observed[0],
                 "in the job as in the reference's file",
                 "write the file from the weights that the step begins with",
             )
         check_reaches(right)
     except CourseError as error:
         return error
-    right.losses = right.losses if any(record.losses for record in found) else []
+    right.losses = right.losses if any(record.losses for record in observed) else []
     if not right.losses:
-        for record in found:
+        for record in observed:
             record.losses = []
-    verdict = judge(right, found, layout)
-    if verdict.wrong and any(record.drew for record in (right, *found)):
+    verdict = judge(right, observed, layout)
+    if verdict.wrong and any(record.drew for record in (right, *observed)):
         return CourseError(
             "random numbers were drawn in the step, so that its gradients differ from one process's "
             "though they be right",
@@ -209,16 +209,16 @@ def _verdict(reference: Reference | str | os.PathLike, everybody: list[Any], lay
     if verdict.wrong and isinstance(reference, Reference):
         own, owner = distinct(batches)
         try:
-            parts = [_computed(replace(reference, clip=None), found[0].start, batch).gradients for batch in own]
+            parts = [_computed(replace(reference, clip=None), observed[0].start, batch).gradients for batch in own]
         except Exception as error:  # whatever a foreign loss makes of a part of its batch
             verdict.untried = untried(error)
             return verdict
-        verdict.gradients = attributed(verdict.gradients, right, found, layout, parts, owner, verdict.within)
+        verdict.gradients = attributed(verdict.gradients, right, observed, layout, parts, owner, verdict.within)
     return verdict
 
 
-def _check_same(right: Record, found: Record, where: str, instead: str) -> None:
-    for name, weight in found.start.items():
+def _check_same(right: Record, observed: Record, where: str, instead: str) -> None:
+    for name, weight in observed.start.items():
         if name in right.start and not torch.equal(weight, right.start[name]):
             raise CourseError(f"`{name}` does not begin with the same values {where}", instead)
 

@@ -1,4 +1,4 @@
-"""What is audited on one rank, and what is written down of it."""
+"""Audited step on one rank, and its record."""
 
 import pickle
 import random
@@ -36,7 +36,7 @@ class Subject:
         batch: this rank's.
         gradients: whole gradients by parameter, read while ``optimizer.step()`` begins, for engines that keep them
             elsewhere than in ``.grad``; every rank calls it. None: ``.grad``, whole where it is a DTensor.
-        weights: whole parameters by name, for engines that keep them in pieces; every rank calls it.
+        weights: whole parameters by name, for engines that keep them in shards; every rank calls it.
     """
 
     model: nn.Module
@@ -55,7 +55,7 @@ class Make(Protocol):
 
 @dataclass
 class Record:
-    """What one rank did.
+    """Record of one rank's steps.
 
     Attributes:
         start: weights before the first step, by name.
@@ -129,7 +129,7 @@ def observe(make: Make, layout: Layout, steps: int, seed: int = 0, dropout: bool
 
 def observe_parts(make: Make, batches: list[Any], dropout: bool) -> list[dict[str, Tensor | None]]:
     """The first gradient of each batch alone, on one process that begins anew for each."""
-    found = []
+    records = []
     for batch in batches:
 
         def of_batch(layout: Layout, batch: Any = batch) -> Subject:
@@ -138,8 +138,8 @@ def observe_parts(make: Make, batches: list[Any], dropout: bool) -> list[dict[st
             subject.batch = batch
             return subject
 
-        found.append(observe(of_batch, Layout(), 1, dropout=dropout).gradients)
-    return found
+        records.append(observe(of_batch, Layout(), 1, dropout=dropout).gradients)
+    return records
 
 
 def _made(make: Make, layout: Layout) -> Subject:
@@ -201,29 +201,29 @@ def weights_of(subject: Subject) -> dict[str, Tensor]:
     return {plain_name(name): _whole(tensor) for name, tensor in named.items()}
 
 
-def gathered_pieces(
-    pieces: Mapping[str, Shard], gradients: bool, group: dist.ProcessGroup | None = None
+def gathered_shards(
+    shards: Mapping[str, Shard], gradients: bool, group: dist.ProcessGroup | None = None
 ) -> dict[str, Tensor | None]:
-    """Whole tensors from this course's sharded engines, ``engine.pieces()``; every rank calls it.
+    """Whole tensors from this course's sharded engines, ``engine.shards()``; every rank calls it.
 
     Args:
-        pieces: this rank's.
-        gradients: of the pieces, as the optimizer has them; else the pieces themselves.
+        shards: this rank's.
+        gradients: of the shards, as the optimizer has them; else the shards themselves.
         group: whose ranks hold the rest.
     """
     mine = {
-        name: (piece.start, piece.data.grad if gradients else piece.data.detach()) for name, piece in pieces.items()
+        name: (shard.start, shard.data.grad if gradients else shard.data.detach()) for name, shard in shards.items()
     }
     everybody: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everybody, mine, group=group)
     whole: dict[str, Tensor | None] = {}
-    for name, piece in pieces.items():
+    for name, shard in shards.items():
         parts = [(start, data) for start, data in (theirs[name] for theirs in everybody) if data is not None]
         if not parts:
             whole[name] = None
             continue
-        flat = torch.zeros(piece.shape.numel(), dtype=parts[0][1].dtype)
+        flat = torch.zeros(shard.shape.numel(), dtype=parts[0][1].dtype)
         for start, data in parts:
             flat[start : start + data.numel()] = data
-        whole[name] = flat.view(piece.shape)
+        whole[name] = flat.view(shard.shape)
     return whole

@@ -78,7 +78,7 @@ class Verdict:
 
     @property
     def losses_agree(self) -> bool:
-        """The first but for rounding, the others but for what a step makes of it."""
+        """The first except for rounding, the others except for what a step makes of it."""
         first, later = self.losses_apart[:1], self.losses_apart[1:]
         return max(first, default=0.0) <= self.within and max(later, default=0.0) <= _after_a_step(self.within)
 
@@ -118,23 +118,23 @@ class Verdict:
         }
 
 
-def judge(reference: Record, found: Sequence[Record], layout: Layout) -> Verdict:
+def judge(reference: Record, observed: Sequence[Record], layout: Layout) -> Verdict:
     """Compare what the ranks of a layout did with one process."""
     dtype = next((g.dtype for g in reference.gradients.values() if g is not None), torch.float32)
     within = tolerance(dtype, reference.terms)
-    gradients = [_of_parameter(name, reference, found, layout, within) for name in reference.gradients]
-    losses_apart, loss_is = compared(reference, found, layout, within)
+    gradients = [_of_parameter(name, reference, observed, layout, within) for name in reference.gradients]
+    losses_apart, loss_is = compared(reference, observed, layout, within)
     weights, buffers = (
         _differences(wanted, theirs)
         for wanted, theirs in (
-            (reference.weights, [record.weights for record in found]),
-            (reference.buffers, [record.buffers for record in found]),
+            (reference.weights, [record.weights for record in observed]),
+            (reference.buffers, [record.buffers for record in observed]),
         )
     )
     return Verdict(
         layout,
         losses_apart,
-        (_whole_norm(found), reference.norm),
+        (_whole_norm(observed), reference.norm),
         gradients,
         [name for name, apart in weights.items() if apart > _after_a_step(within)],
         max(weights.values(), default=0.0),
@@ -148,9 +148,9 @@ def _after_a_step(within: float) -> float:
     return max(within, min(AMPLIFIED * within, MOST))
 
 
-def _of_parameter(name: str, reference: Record, found: Sequence[Record], layout: Layout, within: float) -> Finding:
+def _of_parameter(name: str, reference: Record, observed: Sequence[Record], layout: Layout, within: float) -> Finding:
     wanted = reference.gradients[name]
-    held = {rank: record.gradients[name] for rank, record in enumerate(found) if name in record.gradients}
+    held = {rank: record.gradients[name] for rank, record in enumerate(observed) if name in record.gradients}
     floor = within * _of_a_size(reference, 0 if wanted is None else wanted.numel())
     wanted_norm = 0.0 if wanted is None else float(wanted.double().norm())
     if not held:
@@ -208,7 +208,7 @@ def _of_a_size(reference: Record, elements: int) -> float:
     return min(reference.norm, largest * elements**0.5)
 
 
-def _differences(wanted: dict[str, Tensor], found: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+def _differences(wanted: dict[str, Tensor], observed: Sequence[dict[str, Tensor]]) -> dict[str, float]:
     """By name, the norm of the difference on the worst rank, over that of the largest tensor; infinite for another
     shape, for integers that differ, and where no rank has it."""
     size = max((float(tensor.double().norm()) for tensor in wanted.values()), default=0.0) or 1.0
@@ -220,15 +220,15 @@ def _differences(wanted: dict[str, Tensor], found: Sequence[dict[str, Tensor]]) 
         return math.inf if math.isnan(difference) else difference
 
     return {
-        name: max((apart(held[name], right) for held in found if name in held), default=math.inf)
+        name: max((apart(held[name], right) for held in observed if name in held), default=math.inf)
         for name, right in wanted.items()
     }
 
 
-def _whole_norm(found: Sequence[Record]) -> float:
+def _whole_norm(observed: Sequence[Record]) -> float:
     """Of the gradient that all ranks have together: each parameter once, from the first rank that has it."""
     once: dict[str, Tensor] = {}
-    for record in found:
+    for record in observed:
         for name, gradient in record.gradients.items():
             if gradient is not None:
                 once.setdefault(name, gradient)

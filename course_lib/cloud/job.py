@@ -86,7 +86,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a job costs at most, in dollars at list price.
+    """Upper bound of a job's cost, in dollars at list price.
 
     Attributes:
         hourly: of one instance.

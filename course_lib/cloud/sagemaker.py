@@ -53,7 +53,7 @@ def metric_definitions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Account:
-    """Where a job is sent to, and as whom.
+    """Account and region that a job is sent to, and its role.
 
     Attributes:
         role: ARN of the role that the job takes.
@@ -108,7 +108,7 @@ class Account:
 
 
 def hyperparameters(job: Job) -> dict[str, str]:
-    """What the drivers hand to the entry script as options: the config's fields that differ from their defaults.
+    """Options that the drivers hand to the entry script: the config's fields that differ from their defaults.
 
     Raises:
         CloudError: a value that the drivers cannot carry.

@@ -1,4 +1,4 @@
-"""What the ``accelerate launch`` above this process was asked for: never train alone, or otherwise, in silence.
+"""Settings of the ``accelerate launch`` above this process: applied or refused, never ignored.
 
 ``accelerate launch --cpu --num_processes 2`` starts one process on a machine without GPUs and
 says nothing, so what the launcher was asked for is read from the launcher itself. What it leaves in the environment
@@ -84,9 +84,9 @@ def take(args: argparse.Namespace) -> None:
     leaves, where = config_files.given(args.config, given_fields(args))
     check_device(words, leaves, where)
     taken: dict[str, tuple[str, Said]] = {}
-    for each in said:
-        for name, value in agreed(each, leaves | {n: v for n, (v, _) in taken.items()}, where).items():
-            taken[name] = value, each
+    for setting in said:
+        for name, value in agreed(setting, leaves | {n: v for n, (v, _) in taken.items()}, where).items():
+            taken[name] = value, setting
     # `auto` of the command line goes with them: the last of two equal options counts.
     read = {name: value for name, (value, _) in taken.items() if f"--{name}" in args.options}
     for name in [name for name in os.environ if launcher_words.row(name)]:
@@ -98,7 +98,7 @@ def take(args: argparse.Namespace) -> None:
 
 
 def agreed(said: Said, leaves: Mapping[str, Any], where: Mapping[str, str]) -> dict[str, str]:
-    """What to take of a word, by option, where a run says nothing; nothing where it says the same.
+    """Options to take of a word where a run says nothing; none where it says the same.
 
     Raises:
         ConfigError: the run says something else.

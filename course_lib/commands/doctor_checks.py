@@ -1,4 +1,4 @@
-"""What `course doctor` looks at: one function for each thing that the course does."""
+"""Checks of `course doctor`, one function for each thing that the course does."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ QUICKSTART_DISK = 2 * GIB  # three checkpoints of MiniLM with AdamW's state, and
 
 
 class CheckResult(NamedTuple):
-    """What a check found."""
+    """Result of a check."""
 
     state: str
     """`ok`, `slow` (works, but not well) or `cannot`."""
@@ -43,7 +43,7 @@ class Check(NamedTuple):
 
 
 def examine(check: Check, here: Machine) -> CheckResult:
-    """What a check finds; a check that fails by itself is a finding too."""
+    """Run a check and give its finding; a check that fails by itself is a finding too."""
     try:
         return check.look(here)
     except CourseError as error:

@@ -1,4 +1,4 @@
-"""What ``accelerate launch`` was told, in this course's options: one row per word that it leaves in the environment.
+"""Settings of ``accelerate launch`` as options of this course, one row per environment variable that it leaves.
 
 A word is taken (it becomes options), refused with what to give instead, or decides nothing here. Words that others read
 (torch, CUDA, Accelerate's own state) are in :data:`READ_BY_OTHERS`.
@@ -15,7 +15,7 @@ from course_lib.errors import ConfigError
 Leaves = Mapping[str, tuple[str, ...]]
 """Values by option: the first is taken where the run says nothing, and any of them agrees with the launcher."""
 Words = Mapping[str, str]
-"""Values by name, in lower case but for paths."""
+"""Values by name, in lower case except for paths."""
 
 NOTHING: Leaves = {}
 LAUNCHER = "accelerate launch"
@@ -48,7 +48,7 @@ class Word:
         return self.name.lower().removeprefix("accelerate_").removeprefix("deepspeed_")
 
     def read(self, value: str) -> Leaves:
-        """What a value is in our options.
+        """Value of the word in our options.
 
         Raises:
             ConfigError: it has no counterpart here.
@@ -322,7 +322,7 @@ def row(name: str, table: tuple[Word, ...] = WORDS) -> Word | None:
 
 
 def said(words: Words, beside: Path = Path()) -> list[Said]:
-    """What a launcher said that means something here.
+    """Settings of a launcher that mean something here.
 
     Args:
         words: the environment, and `--name` for options that the launcher keeps to itself.
@@ -333,16 +333,16 @@ def said(words: Words, beside: Path = Path()) -> list[Said]:
     decide = {"ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_DEEPSPEED_CONFIG_FILE"}
     if _uses_deepspeed(words) and not decide & {*words}:
         words = {**words, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}  # what Accelerate makes of none
-    found = _read(words, WORDS)
+    settings = _read(words, WORDS)
     if (file := words.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")) and _uses_deepspeed(words):
-        found += _read(_keys_of(file, beside), FILE_WORDS)
-    return found
+        settings += _read(_keys_of(file, beside), FILE_WORDS)
+    return settings
 
 
 def _read(words: Words, table: tuple[Word, ...]) -> list[Said]:
     rows = ((row(name, table), value) for name, value in words.items())
     read = [Said(word, value, word.read(value)) for word, value in rows if word is not None and word.where(words)]
-    return [each for each in read if each.leaves]
+    return [setting for setting in read if setting.leaves]
 
 
 def _keys_of(file: str, beside: Path) -> Words:
@@ -361,8 +361,8 @@ def _keys_of(file: str, beside: Path) -> Words:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for key, value in tree.items():
         nested = isinstance(value, Mapping)
-        found += _flat(value, f"{prefix}{key}.") if nested else [(f"{prefix}{key}", str(value).lower())]
-    return found
+        pairs += _flat(value, f"{prefix}{key}.") if nested else [(f"{prefix}{key}", str(value).lower())]
+    return pairs

@@ -129,7 +129,7 @@ def lines(logs: "Sequence[RankLog]") -> list[str]:
     ]
     ranks = []
     for log in logs:
-        most = max(waited[log.rank].items(), key=lambda each: each[1], default=None)
+        most = max(waited[log.rank].items(), key=lambda wait: wait[1], default=None)
         ranks.append(
             (
                 str(log.rank),

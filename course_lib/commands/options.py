@@ -64,7 +64,7 @@ def _help(o: Option) -> str:
 def _parts(kind: Any) -> set[Any]:
     """The plain types that an annotation is made of."""
     inner = typing.get_args(kind)
-    return {kind} if not inner else set().union(*(_parts(each) for each in inner if not isinstance(each, str)))
+    return {kind} if not inner else set().union(*(_parts(part) for part in inner if not isinstance(part, str)))
 
 
 def add_config_options(

@@ -1,4 +1,4 @@
-"""What ``course plan --emit`` writes: one plan as files that this trainer, other trainers and launchers read."""
+"""Files of ``course plan --emit``: one plan for this trainer, other trainers and launchers."""
 
 import json
 import math

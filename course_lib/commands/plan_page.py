@@ -206,7 +206,7 @@ def _table(result: "Search", budget: float | None) -> Any:
 
 
 def bill(result: "Search", budget: float) -> str:
-    """What so many tokens take, and cost."""
+    """Time and price of so many tokens."""
     from course_lib.planning import intervals
 
     hours, dollars = result.best.cost.hours(budget), result.best.cost.dollars(budget)

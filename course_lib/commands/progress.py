@@ -21,7 +21,7 @@ RULE = "close: within 10 % of the value that the lesson found, or the right choi
 
 @dataclass
 class Lesson:
-    """Where a learner stands in one lesson.
+    """A learner's progress in one lesson.
 
     Attributes:
         lesson: its notebook's name, without the ending.

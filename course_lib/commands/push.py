@@ -27,6 +27,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def repository(folder: Path) -> str:
-    """What a model's folder is called: a run's, where it is the `model` in it."""
+    """Repository's name for a model's folder: the run's, where it is the `model` in it."""
     named = folder.resolve()
     return named.parent.name if named.name == "model" else named.name

@@ -13,7 +13,7 @@ NAMES = {"majority_class": "majority class", "tfidf_logistic_regression": "TF-ID
 
 
 def print_summary(config: Config, summary: dict[str, Any]) -> None:
-    """What a run reached, beside the baselines, what it cost, and how to load its model."""
+    """Print what a run reached, beside the baselines, what it cost, and how to load its model."""
     console = Console()
     console.print(scores_table(config, summary))
     peaks = enumerate(summary["memory"]["peak_bytes"])

@@ -1,4 +1,4 @@
-"""What ``course schedule`` prints."""
+"""Text report of ``course schedule``."""
 
 import itertools
 import math
@@ -168,7 +168,7 @@ def finding(timeline: Timeline) -> str:
 
 
 def verdict(candidates: Sequence[ScheduleCandidate]) -> str:
-    """Which candidate is best, in one line."""
+    """Best candidate, in one line."""
     best = candidates[0]
     if best.problem:
         return "No schedule fits"

@@ -45,7 +45,7 @@ class Axis(NamedTuple):
 
     @property
     def word(self) -> str:
-        """What a sentence calls it: the option, or its value where other values are axes too."""
+        """Word for it in a sentence: the option, or its value where other values are axes too."""
         return self.options[self.option] if self.option in BY_VALUE else self.option
 
 
@@ -60,7 +60,7 @@ def _ranks(name: str) -> Axis:
 
 
 def _anything(name: str, **example: Any) -> Axis:
-    """An axis that every value of an option chooses, but for none and false."""
+    """An axis that every value of an option chooses, except for none and false."""
     return Axis(example, lambda leaves: leaves[name] not in (None, False))
 
 
@@ -171,11 +171,11 @@ class Refusal:
 
     def chosen(self, leaves: Leaves) -> tuple[str, ...] | None:
         """The axes of a run that it refuses together; None where the run lacks one of them."""
-        found = self._of_each(leaves)
-        return None if None in found else tuple(map(str, found))
+        axes = self._of_each(leaves)
+        return None if None in axes else tuple(map(str, axes))
 
     def named(self, leaves: Leaves) -> int:
-        """How many of its axes a run has."""
+        """Number of its axes that a run has."""
         return sum(axis is not None for axis in self._of_each(leaves))
 
     def _of_each(self, leaves: Leaves) -> list[str | None]:

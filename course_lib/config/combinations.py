@@ -1,4 +1,4 @@
-"""Which options of a run go together, by engine: the one table of axes and refusals, and what it answers.
+"""Combinations of options that run, by engine: queries of the table of axes and refusals.
 
 The configuration, ``course train --explain``, the planner, the documentation and lesson 08 read it.
 """

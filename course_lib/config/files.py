@@ -51,7 +51,7 @@ TRANSLATED = ("bf16", "fp16", "eval_strategy", "evaluation_strategy", "save_stra
 
 
 class _UsualSteps:
-    """What `eval_strategy steps` or `save_strategy steps` mean where no number of steps is given beside them."""
+    """Meaning of `eval_strategy steps` and `save_strategy steps` where no number of steps is given beside them."""
 
     def __init__(self, field: str):
         self.field = field
@@ -168,9 +168,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         tree = yaml.safe_load(text) or {}
         keys = list(_keys(yaml.compose(text, yaml.SafeLoader))) if isinstance(tree, dict) else []
     except FileNotFoundError:
-        there = [str(each) for folder in (path.parent, Path("configs")) for each in sorted(folder.glob("[!.]*.y*ml"))]
-        named = near(path.name, (Path(each).name for each in there))
-        hint = nearest(named[0], [each for each in there if Path(each).name == named[0]], 1) if named else ""
+        there = [str(file) for folder in (path.parent, Path("configs")) for file in sorted(folder.glob("[!.]*.y*ml"))]
+        named = near(path.name, (Path(file).name for file in there))
+        hint = nearest(named[0], [file for file in there if Path(file).name == named[0]], 1) if named else ""
         raise ConfigError(f"no config file {path}", hint or "name a YAML file that is there, or leave it out") from None
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from None
@@ -211,7 +211,7 @@ def read_saved(path: Path) -> dict[str, Any]:
     """Leaf fields of a config that :func:`to_yaml` wrote, in this version or another: those that are known here."""
     import yaml
 
-    known = {each.name for each in options()}
+    known = {field.name for field in options()}
     sections = yaml.safe_load(path.read_text(encoding="utf-8"))
     return {name: value for leaves in sections.values() for name, value in leaves.items() if name in known}
 

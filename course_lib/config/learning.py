@@ -13,7 +13,7 @@ OFFLINE_NAMES = ("tweets", "pydocs")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Strict):
-    """Which examples, and how text becomes batches of token ids."""
+    """Examples, and their way into batches of token ids."""
 
     dataset: str = "tweets"
     """`tweets` (bundled), `pydocs` (this machine's Python documentation), a Hub name, or a local file or folder."""
@@ -85,7 +85,7 @@ shared memory for them; on CPUs 0, as the ranks fill the cores."""
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Strict):
-    """Which model, and how its forward pass is run."""
+    """Model, and settings of its forward pass."""
 
     model: str = "minilm"
     """Preset (`minilm`, `tiny-bert`, `tiny-gpt2`, `tiny-llama`, `tiny-olmoe`, `tiny-mixtral`), Hub name, or local \
@@ -106,7 +106,7 @@ GPT-2."""
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Strict):
-    """How a gradient becomes a step."""
+    """Optimizer: from a gradient to a step."""
 
     optimizer: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"
     """Rule that turns gradients into updates; muon is for the matrices of the blocks, and adamw for all else there."""
@@ -152,7 +152,7 @@ over the tokens of a micro-batch on all ranks, of the mean layer."""
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Strict):
-    """How long, on what, and when to look."""
+    """Length of the run, its devices, and when it evaluates, logs and saves."""
 
     training_type: Literal["basic", "accelerated", "pipeline"] = "accelerated"
     """Trainer: the plain PyTorch loop on one device, Accelerate on all ranks, or stages of the model on the ranks."""
@@ -216,7 +216,7 @@ batch_size is the most that a micro-batch may have."""
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig(Strict):
-    """What is kept, where, and where to go on from."""
+    """Files of the run: which are kept, where, and the checkpoint to go on from."""
 
     output_dir: str = "runs/{dataset}-{model}-{training_type}"
     """Folder of the run; names of fields in braces are filled in."""

@@ -1,4 +1,4 @@
-"""What the learning-rate schedules that come from Transformers take besides warm-up and length."""
+"""Extra arguments of the learning-rate schedules that come from Transformers."""
 
 import json
 from typing import Any

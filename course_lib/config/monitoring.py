@@ -16,7 +16,7 @@ TRACKERS = ("jsonl", "trackio", "wandb", "tensorboard")
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig(Strict):
-    """Where a run's numbers go besides `metrics.jsonl`, and what goes with them."""
+    """Trackers that a run's numbers go to besides `metrics.jsonl`, and what goes with them."""
 
     tracker: str = os.environ.get("COURSE_TRACKER", "trackio")
     """`trackio` or `jsonl` (both local, read by `course runs` and `course dashboard`), `tensorboard`, `wandb` \
@@ -52,7 +52,7 @@ default."""
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorConfig(Strict):
-    """What is watched on the ranks while they train; what is found goes to `monitor/` in the run's folder."""
+    """Monitoring of the ranks while they train; its findings go to `monitor/` in the run's folder."""
 
     memory_steps: NotNegative = 0
     """Optimizer steps between two looks at every rank's memory; 0: none."""
@@ -73,13 +73,13 @@ class MonitorConfig(Strict):
 
     @property
     def profiled_steps(self) -> int:
-        """How many are recorded."""
+        """Number of recorded steps."""
         return self.profile_steps or (3 if self.profile else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig(Strict):
-    """What ends a run that cannot go well, and says which rank it was."""
+    """Guards that end a run that cannot go well, and say which rank it was."""
 
     watchdog: Annotated[float, Ge(0)] = 300.0
     """Seconds without progress after which the ranks report who is behind, where, and end; 0: wait for ever."""

@@ -14,7 +14,7 @@ BUCKET_MB = 25.0
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Strict):
-    """How the ranks share one model's state and work."""
+    """Distribution of one model's state and work over the ranks."""
 
     strategy: Literal["ddp", "zero1", "zero2", "zero3", "fsdp"] = "ddp"
     """Every rank holds all state (ddp), or each a part: of optimizer states (zero1), gradients too (zero2), \
@@ -29,7 +29,7 @@ eighth of a smaller model."""
     ddp_find_unused_parameters: bool | None = None
     """Let DDP look for parameters that the loss does not use, and leave them alone: a walk over the graph and a \
 small message per backward. Default: where a forward of a few tokens leaves some out (XLNet, RoFormer), and for \
-experts and dropped layers; the Hugging Face Trainer always does, but under activation checkpointing."""
+experts and dropped layers; the Hugging Face Trainer always does, except under activation checkpointing."""
     lean_buffers: bool = False
     """Let DeepSpeed hold and send what the formulas of lesson 05 count: buckets of 25 MiB, no parameter whole on \
 every rank, nothing kept for its next use. By default it takes memory for speed."""
@@ -63,7 +63,7 @@ keeps a part of them, and tokens travel to theirs."""
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig(Strict):
-    """How a model is cut into stages, and in which order they work (training_type pipeline)."""
+    """Stages of a model, and the order in which they work (training_type pipeline)."""
 
     schedule: Literal[
         "gpipe",

@@ -110,13 +110,13 @@ REFUSALS: tuple[Refusal, ...] = (
     # --- layers that ranks share ---
     Refusal(
         ("tensor", "deepspeed|accelerate"),
-        "engine {engine} does not sum gradients over the copies of a piece alone, which tensor_parallel_size needs",
+        "engine {engine} does not sum gradients over the copies of a shard alone, which tensor_parallel_size needs",
         "use --engine scratch",
         {"engine": "scratch"},
     ),
     Refusal(
         ("tensor", "ddp", "torch"),
-        "Accelerate's DDP sums gradients over all ranks, and those of tensor_parallel_size have pieces of their own",
+        "Accelerate's DDP sums gradients over all ranks, and those of tensor_parallel_size have shards of their own",
         "use --engine scratch",
         {"engine": "scratch"},
     ),
@@ -173,7 +173,7 @@ REFUSALS: tuple[Refusal, ...] = (
     # --- adapters ---
     Refusal(
         ("lora", "tensor|experts"),
-        "lora_r goes beside whole matrices, and {1} leaves a rank pieces of them",
+        "lora_r goes beside whole matrices, and {1} leaves a rank shards of them",
         "leave one of the two out, or shard by --strategy fsdp, without {1}",
     ),
     Refusal(
@@ -273,7 +273,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     # --- what is watched ---
     Refusal(
-        ("watch", "tensor|experts"), "watch {watch}: {1} leaves a rank pieces of gradients", "use --watch parameters"
+        ("watch", "tensor|experts"), "watch {watch}: {1} leaves a rank shards of gradients", "use --watch parameters"
     ),
     Refusal(
         ("watch", SHARDED, "deepspeed|scratch|pipeline"),

@@ -1,4 +1,4 @@
-"""What a second start may change: each option is applied, or has to be as it was, or does not bear on the training."""
+"""Options of a resumed run: each may change, has to be as it was, or does not bear on the training."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """What a resumed run does with fields whose values are other than the checkpoint's.
+    """Rule for fields of a resumed run whose values differ from the checkpoint's.
 
     Attributes:
         does: in a word or two, as the documentation says it.
@@ -224,20 +224,20 @@ def effective(leaves: Leaves) -> dict[str, Any]:
     Args:
         leaves: of a checkpoint of an older version some may be missing.
     """
-    found = dict(leaves)
+    values = dict(leaves)
     metrics = {"classification": "macro_f1", "causal_lm": "loss", "masked_lm": "loss"}
     for name, other, default in (
         ("data_seed", "seed", lambda seed: seed),
         ("best_metric", "task", metrics.get),
         ("engine", "strategy", lambda strategy: ENGINES[strategy][0]),
     ):
-        if name in found and found[name] is None and other in found:
-            found[name] = default(found[other])
-    if found.get("lora_r") and found.get("lora_alpha", 0) is None:
-        found["lora_alpha"] = 2.0 * found["lora_r"]
-    if found.get("clean_text", True) is None:
-        found["clean_text"] = found.get("task") == "classification" or found.get("dataset") in OFFLINE_NAMES
-    return found
+        if name in values and values[name] is None and other in values:
+            values[name] = default(values[other])
+    if values.get("lora_r") and values.get("lora_alpha", 0) is None:
+        values["lora_alpha"] = 2.0 * values["lora_r"]
+    if values.get("clean_text", True) is None:
+        values["clean_text"] = values.get("task") == "classification" or values.get("dataset") in OFFLINE_NAMES
+    return values
 
 
 def changed(before: Leaves, now: Leaves) -> dict[str, Change]:
@@ -268,12 +268,12 @@ def refused(changes: Mapping[str, Change], *, same_rows: bool, same_batch: bool)
         same_rows: whether the tokens of all splits are those of the checkpoint.
         same_batch: whether a step has as many rows.
     """
-    found = among(changes, SAME, ADAPTER)
+    changed = among(changes, SAME, ADAPTER)
     if "model" in changes and len({PurePath(path).name for path in changes["model"]}) > 1:
-        found["model"] = changes["model"]
+        changed["model"] = changes["model"]
     if not same_rows:
-        found |= among(changes, ROWS, MODEL)
-    return found if same_batch else found | among(changes, BATCH)
+        changed |= among(changes, ROWS, MODEL)
+    return changed if same_batch else changed | among(changes, BATCH)
 
 
 def shown(value: Any) -> str:

@@ -239,7 +239,7 @@ def _check_all_is_read(leaves: Mapping[str, Any]) -> None:
     if unread := first_unread(leaves, {o.name: o.default for o in options()}):
         name, reader = unread
         raise ConfigError(
-            f"{name} {leaves[name]} would not be read: it is for {reader.only}",
+            f"{name} {leaves[name]} has no effect: it applies to {reader.only}",
             reader.instead,
             cure=reader.cure if reader.cure is not None else {name: None},
         )

@@ -9,7 +9,7 @@ from course_lib.errors import ConfigError
 
 @dataclass(frozen=True)
 class Rule:
-    """What a name has to be.
+    """Rule that a name has to obey.
 
     Attributes:
         wrong: matches what no name may have.

@@ -212,7 +212,7 @@ def translate(name: str, value: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def own_value(field: str, value: Any, raw: Mapping[str, Any]) -> Any:
-    """What a field's value as the Hugging Face Trainer writes it is here; other values come back as they are."""
+    """Our value for a field's value as the Hugging Face Trainer writes it; other values come back as they are."""
     text = str(value).strip().lower()
     if field == "max_steps" and text == "-1":
         return None

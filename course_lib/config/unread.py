@@ -9,12 +9,12 @@ from course_lib.config.communication import LOCAL
 
 @dataclass(frozen=True)
 class Reader:
-    """Which configs read some fields.
+    """Configs that read some fields.
 
     Attributes:
         fields: by name.
         reads: whether a config reads them.
-        only: who reads them, to follow "is for".
+        only: who reads them, to follow "applies to".
         instead: what to do.
         cure: options that make a config read them; None: to leave them out.
     """

@@ -76,7 +76,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType | None:
 
 
 def way_out(kind: pa.DataType, name: str) -> str:
-    """What to do about a column of a type that is refused."""
+    """Way out for a column of a type that is refused."""
     if name.lower() in CHATS and types.is_nested(kind):
         return (
             f"make a text of each conversation first: rows.map(lambda row: {{'text': "

@@ -1,4 +1,4 @@
-"""Which rows make up which batch: the same global batches for any number of processes.
+"""Batches of rows: the same global batches for any number of processes.
 
 The order of an epoch depends on the seed and the epoch alone. It is cut into global batches,
 one per optimizer step, and each global batch is dealt out to accumulation steps and processes.
@@ -39,7 +39,7 @@ class RowKey(NamedTuple):
 
 
 def layout(global_batch_size: int, num_processes: int, largest: int) -> tuple[int, int]:
-    """How a global batch is dealt out evenly: rows per process in a micro-batch, and micro-batches per process.
+    """Even layout of a global batch: rows per process in a micro-batch, and micro-batches per process.
 
     The fewest micro-batches that keep to ``largest``, and then the fewest rows: with 32 rows on 3 processes and at
     most 8 in a micro-batch, that is 2 micro-batches of 6, of whose 36 places 4 are filler.
@@ -202,7 +202,7 @@ class Rows(Dataset[dict[str, Any]]):
 
 
 def workers(chosen: int | None, device_type: str, ranks: int) -> int:
-    """How many worker processes a rank's loader has: as chosen, or else what suits the device.
+    """Number of worker processes of a rank's loader: as chosen, or else what suits the device.
 
     A rank that drives a GPU does no arithmetic, and what it spends on collating the GPU waits for: it leaves that to up
     to four workers, and keeps one core to itself. A rank on a CPU computes on its cores, and workers would take them
@@ -247,7 +247,7 @@ def training_loader(
 
 
 class StreamSteps:
-    """What stands in for a :class:`GlobalBatchSampler` where a stream deals its rows itself.
+    """Stand-in for a :class:`GlobalBatchSampler` where a stream deals its rows itself.
 
     Args:
         stream: of this rank; goes on without an end.

@@ -40,7 +40,7 @@ def digest(*parts: Any) -> str:
 
 
 def column_digest(rows: datasets.Dataset, name: str) -> str:
-    """What `digest` is to values, for a column of strings, bytes, integers or lists; how it is stored is no difference.
+    """Counterpart of `digest` for a column of strings, bytes, integers or lists; how it is stored is no difference.
 
     No string counts as an empty one.
     """
@@ -122,7 +122,7 @@ def cached_map(
 
 
 def folder() -> Path:
-    """Where all that is made of data sets is kept: within the cache of `datasets`."""
+    """Folder of all that is made of data sets, within the cache of `datasets`."""
     return Path(datasets.config.HF_DATASETS_CACHE, "course")
 
 

@@ -1,4 +1,4 @@
-"""Which spellings of a label are one class, in what order classes stand, and what of them a reader would overlook."""
+"""Classes of a label column: spellings that are one class, the order of classes, and notes for the reader."""
 
 import re
 import unicodedata
@@ -50,7 +50,7 @@ class Classes:
         self.present = {self.key(name) for name in counts}
 
     def key(self, name: str) -> str:
-        """What all spellings of a class have in common; names that the data set itself gives are as they are."""
+        """Key that all spellings of a class share; names that the data set itself gives are as they are."""
         if self.given:
             return name
         name = visible(name)
@@ -65,7 +65,7 @@ class Classes:
         return self.by_key[key] if key in self.present else None
 
     def notes(self, counts: Mapping[str, int]) -> list[str]:
-        """What a reader of the training labels would overlook."""
+        """Notes on what a reader of the training labels would overlook."""
         notes, rows = [], Counter[str]()
         for name, count in counts.items():
             rows[self.key(name)] += count
@@ -101,7 +101,7 @@ class Classes:
         return notes
 
     def unseen(self, name: str) -> str:
-        """What to do about a label that the training split does not have."""
+        """Way out for a label that the training split does not have."""
         alike = next((known for known in self.names if known.casefold() == visible(name).casefold()), None)
         if alike is not None:
             return f"write it as the training split does, `{alike}`"

@@ -307,7 +307,7 @@ class Labels:
 def cut(
     size: int, fraction: float, seed: int, labels: pa.ChunkedArray | None = None, part: int = PART
 ) -> pa.ChunkedArray:
-    """Which rows to hold out, bool [size]; the share of each class is about the same in both parts.
+    """Mask of the rows to hold out, bool [size]; the share of each class is about the same in both parts.
 
     The seats of the held-out part go to the classes by largest remainder; a class keeps at least one row. More rows
     than ``part`` are drawn from a part at a time; how many from each is drawn too, so that any choice is as likely as

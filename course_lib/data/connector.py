@@ -44,7 +44,7 @@ class TextData:
 
     @property
     def training_texts(self) -> Iterable[str]:
-        """What a tokenizer is trained on: of conversations what is said in them, of a stream its first texts."""
+        """Texts that a tokenizer is trained on: of conversations what is said in them, of a stream its first texts."""
         texts: Iterable[str] = (
             self.splits["train"]["text"] if self.shards is None else itertools.islice(self.shards.read(0), BATCH_ROWS)
         )

@@ -69,7 +69,7 @@ def as_json(values: pa.Array) -> pa.Array:
 
 
 def contents(conversation: str) -> str:
-    """What is said in a conversation, a turn after the other; of what is none, nothing."""
+    """Texts of a conversation, a turn after the other; of what is none, nothing."""
     try:
         return "\n".join(turn["content"] for turn in turns_of(conversation, ""))
     except DataError:

@@ -187,7 +187,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Form:
-    """How a file's rows are written.
+    """Form of a file's rows.
 
     Attributes:
         separator: a character.
@@ -199,7 +199,7 @@ class Form:
 
 
 def form_of(path: Path, lines: Iterable[str], separator: str | None, quoting: str | None) -> Form:
-    """How a file's rows are written.
+    """Form of a file's rows.
 
     Args:
         path: of the file, for the error.

@@ -52,14 +52,14 @@ SAVED = ("dataset_dict.json", "state.json")
 
 
 def kind_of(path: Path) -> str | None:
-    """How a file is read; None for files that are not."""
+    """Kind of a file, by which it is read; None for files that are not."""
     if path.suffix.lower() == ".zip":
         return KINDS.get(Path(inner_name(path)).suffix.lower())
     return kind_of_name(path)
 
 
 def kind_of_name(path: Path) -> str | None:
-    """How a file of such a name would be read, which need not be there; a zip archive may hold any kind."""
+    """Kind of a file of such a name, which need not be there; a zip archive may hold any kind."""
     suffix = path.suffix.lower()
     return KINDS.get(Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix)
 
@@ -123,7 +123,7 @@ def find_splits(path: Path, configuration: str | None = None) -> dict[str, list[
 
 
 def unknown_kind(path: Path) -> DataError:
-    """What to do about a file of another kind."""
+    """Way out for a file of another kind."""
     line = next((line for suffixes, line in CONVERTED.items() if path.suffix.lower() in suffixes), None)
     if line == "":
         return DataError(f"{path} is an archive", "unpack it, and give the folder or a file of it")
@@ -232,5 +232,5 @@ def reading(shown: str, kind: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
+    """First line of an error."""
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Whether a column holds classes: refuses numbers to predict, free text, and columns that are swapped."""
+"""Check that a column holds classes: refuses numbers to predict, free text, and swapped columns."""
 
 import re
 from collections.abc import Callable, Sequence

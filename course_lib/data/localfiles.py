@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Options:
-    """How local files of text are read, as the user says; None: as they show.
+    """Form of local files of text, as the user gives it; None: as they show.
 
     Attributes:
         encoding: of text.

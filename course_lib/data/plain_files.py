@@ -200,7 +200,7 @@ def by_mark(head: bytes) -> str | None:
 
 
 def how_to_read(path: Path, offset: int) -> str:
-    """What to do about a file that is not UTF-8: the encodings that it may be in, with a word of it as each has it.
+    """Way out for a file that is not UTF-8: the encodings that it may be in, with a word of it as each has it.
 
     No program can tell Western from Central European text for sure; whoever knows the language sees it by one word.
 

@@ -140,7 +140,7 @@ class DataProcessor:
         )
 
     def window_rows(self, conversations: bool = False) -> WindowRows:
-        """What makes the rows of a window of streamed texts, or of conversations as JSON.
+        """Function that makes the rows of a window of streamed texts, or of conversations as JSON.
 
         Raises:
             ModelError: the tokenizer lacks a token or a template that the task needs.
@@ -149,7 +149,7 @@ class DataProcessor:
         return WindowRows(self.tokenizer, self.max_length, 0 if chat else self._separator(), self.packs, chat)
 
     def collator(self, device_type: str = "cpu") -> Collator:
-        """What makes batches of the rows, for that kind of device.
+        """Collator that makes batches of the rows, for that kind of device.
 
         Raises:
             ModelError: the tokenizer lacks a token that the task needs.

@@ -1,4 +1,4 @@
-"""What each split holds and what was cut of it, in one line per split: what a score is computed on."""
+"""Facts of each split in one line: its rows, and what was cut of them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ SHOWN_CLASSES = 8
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """What a split holds.
+    """Facts of a split.
 
     Attributes:
         rows: texts.

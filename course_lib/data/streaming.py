@@ -29,12 +29,12 @@ class Readable(Protocol):
         """The texts of a shard from a row on."""
 
     def name(self, shard: int) -> str:
-        """What an error calls it."""
+        """Name of it in an error."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stream stands: the row that comes next, and the window that it is in.
+    """Place in a stream: the row that comes next, and the window that it is in.
 
     Attributes:
         epoch: from 0.
@@ -101,7 +101,7 @@ class TextStream(IterableDataset[Row]):
     # --- where it stands ---
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next batch begins, in plain numbers, for any number of ranks; see :class:`Place`.
+        """Place of the next batch, in plain numbers, for any number of ranks; see :class:`Place`.
 
         It is of whole batches: within one, of the next. A loader with workers iterates copies; take ``place`` of the
         batch's last row then, or let a stateful loader ask the copies.

@@ -71,7 +71,7 @@ class Raw:
     """One split as it came.
 
     Attributes:
-        rows: its columns but for those that are refused.
+        rows: its columns except for those that are refused.
         refused: what each of these holds, and what to do about it.
         notes: what was noticed while it was read.
         chats: columns of conversations that are JSON text here; others are lists still.
@@ -92,7 +92,7 @@ class Raw:
         return self.rows.features.arrow_schema.field(name).type
 
     def problem(self, name: str) -> tuple[str, str] | None:
-        """What a column holds that is neither text nor classes, and what to do; None where it may be either."""
+        """Problem of a column that is neither text nor classes, and the way out; None where it may be either."""
         if name in self.refused:
             return self.refused[name]
         kind = self.type_of(name)

@@ -24,7 +24,7 @@ KEY = re.compile(r"\s*\((?:[^()]*:[^()]*|logarithmic)\)")
 
 
 def tables(figure: Figure) -> list[Table]:
-    """What was told, and the tables of all axes that hold data.
+    """Tables that were told, and those of all axes that hold data.
 
     Each has ``caption``, ``columns`` and ``rows`` of short texts. A row is one text with tabs, which a notebook's
     file has in one line.
@@ -69,7 +69,7 @@ def _digits(value: float, digits: int) -> str:
 
 
 class _Words(NamedTuple):
-    """What an axis writes at its places in place of numbers; on a linear one, what is near a place is of it."""
+    """Words of an axis at its places in place of numbers; on a linear one, what is near a place is of it."""
 
     names: dict[float, str]
     reach: float
@@ -130,8 +130,8 @@ def _lines(axes: Axes) -> Iterator[Table]:
     for line in axes.get_lines():
         if not (name := _said(line.get_label())) or not len(np.asarray(line.get_xdata())):
             continue
-        if found := _mark(axes, line, words):
-            (where, unit), place, values = found
+        if mark := _mark(axes, line, words):
+            (where, unit), place, values = mark
             marks.setdefault((where or "at", unit or "value"), []).append((place, name, values))
         elif beside := next((lines for lines in curves if _within(line, lines[0])), None):
             beside.append(line)

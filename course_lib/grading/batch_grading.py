@@ -30,7 +30,7 @@ from course_lib.writing import write_text
 
 @dataclass(frozen=True)
 class Grading:
-    """How the submissions of a class are graded, the same for everybody.
+    """Settings under which a class's submissions are graded, the same for everybody.
 
     Attributes:
         tasks: by name.

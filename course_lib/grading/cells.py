@@ -87,10 +87,10 @@ def _as_typed(lines: list[str]) -> list[str]:
 
 def _escape(text: str, place: int) -> tuple[str, int, str] | None:
     """What stands in place of a magic or a shell's command, where the next statement begins, and why it is not run."""
-    if (found := _ESCAPE.match(text, place) or _ASSIGNMENT.match(text, place)) is None:
+    if (match := _ESCAPE.match(text, place) or _ASSIGNMENT.match(text, place)) is None:
         return None
-    before, sign = found[1], found[2]
-    if sign == "%" and (magic := _MAGIC.match(text, found.end())) and magic[1] == RUN_STATEMENT:
+    before, sign = match[1], match[2]
+    if sign == "%" and (magic := _MAGIC.match(text, match.end())) and magic[1] == RUN_STATEMENT:
         python, end, _ = _statement(text, magic.end())
         return before + python, end, ""
     end = text.find("\n", place)

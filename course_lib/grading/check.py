@@ -15,7 +15,7 @@ from course_lib.errors import ConfigError, DataError, nearest
 from course_lib.grading import hang_report, own_code
 from course_lib.grading.on_rank import (
     NOT_RUN,
-    PAGES,
+    RECORDS,
     SECONDS_OF_CPU,
     SECONDS_PER_CASE,
     CheckJob,
@@ -61,7 +61,7 @@ def check(name: str, function: Callable[..., Any], *, folder: Path | None = None
 
 
 def case(name: str, number: int) -> dict[str, Any]:
-    """What a case of a check hands to the learner's functions, whole: a copy to call them with.
+    """Inputs of a check's case, as the learner's functions get them: a copy to call them with.
 
     Raises:
         ConfigError: no such exercise.
@@ -75,7 +75,7 @@ def result(report: Report) -> dict[str, Any]:
 
 
 def keep(report: Report, file: learner_files.LearnerFile) -> None:
-    """Write down a report's points, in place of the exercise's last ones; a file in the way is one line."""
+    """Save a report's points in place of the exercise's earlier ones; on failure print one line."""
     try:
         if said := file.change(lambda content: content.__setitem__(report.task.name, result(report))):
             print(said)
@@ -101,7 +101,7 @@ def examine(task: Task, function: Callable[..., Any], cases: Sequence[Case]) -> 
     except RankError as error:
         said = str(error).splitlines()[0]
         dead = re.search(r"rank (\d+)", said)
-        why = hang_report.explain(PAGES, file, int(dead[1]) if dead else None) if task.needs_ranks else ""
+        why = hang_report.explain(RECORDS, file, int(dead[1]) if dead else None) if task.needs_ranks else ""
         seen: list[Observation] = [{"error": f"{said}: {why}" if why else said}]
         return Report(task, tuple(_unplaced(task, finding, whole) for finding in task.judge(cases[0], seen)))
     findings: list[Finding] = []
@@ -109,7 +109,7 @@ def examine(task: Task, function: Callable[..., Any], cases: Sequence[Case]) -> 
         if any(one.get("error") == NOT_RUN for one in seen):
             continue
         is_hang = task.needs_ranks and job.case.world_size > 1 and _waited_in_vain(seen)
-        if is_hang and (why := hang_report.explain(PAGES[: job.case.world_size], file)):
+        if is_hang and (why := hang_report.explain(RECORDS[: job.case.world_size], file)):
             seen = [{"error": f"a hang: {_placed(why, seen)}"}] * job.case.world_size
         findings += of_case(task, job.case, seen, f"case {number} of {len(jobs)}")
     return Report(task, tuple(findings))
@@ -121,7 +121,7 @@ def _placed(why: str, seen: Sequence[Observation]) -> str:
     def line(rank: str) -> str:
         return "".join(re.findall(r" \(in line .*\)$", str(seen[int(rank)].get("error", ""))))
 
-    return re.sub(r"rank (\d+) is not in a collective", lambda found: found[0] + line(found[1]), why)
+    return re.sub(r"rank (\d+) is not in a collective", lambda match: match[0] + line(match[1]), why)
 
 
 def _unplaced(task: Task, finding: Finding, cases: Sequence[Case]) -> Finding:

@@ -1,6 +1,6 @@
-"""Who waited for whom, where the ranks of a check waited in vain: by the course's own recorder and diagnosis.
+"""Report of a check whose ranks hang, by the course's own recorder and diagnosis.
 
-Each rank notes its collectives on a page of memory that it shares with the process that checks. So what a rank did is
+Each rank notes its collectives in memory that it shares with the process that checks. So what a rank did is
 known even where it died.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import replace
 from course_lib.grading.own_code import of_line
 from course_lib.hangs.diagnosis import diagnose
 from course_lib.hangs.flight_recorder import FlightRecorder
-from course_lib.hangs.rank_state import LEFT, RUNNING, SIZE, RankState, read_page
+from course_lib.hangs.rank_state import LEFT, RUNNING, SIZE, RankState, read_record
 
 WAITED = re.compile(r"timed? ?out|Connection closed|Connection reset|Broken pipe", re.IGNORECASE)
 """What a backend says of a wait that was in vain."""
@@ -26,29 +26,29 @@ WORDS = (
 
 
 @contextmanager
-def recorded(page: RankState) -> Iterator[None]:
-    """Note this rank's calls on an emptied page; one that leaves without an exception has returned."""
-    page.memory[:] = bytes(SIZE)
-    recorder = FlightRecorder(page)
-    page.write_flags(RUNNING, False, False)
+def recorded(record: RankState) -> Iterator[None]:
+    """Note this rank's calls on an emptied record; one that leaves without an exception has returned."""
+    record.memory[:] = bytes(SIZE)
+    recorder = FlightRecorder(record)
+    record.write_flags(RUNNING, False, False)
     recorder.start()
     try:
         yield
-        page.write_flags(LEFT, False, False)
+        record.write_flags(LEFT, False, False)
     finally:
         recorder.stop()
 
 
-def explain(pages: Sequence[RankState], file: str | None, dead: int | None = None) -> str:
-    """Who is to blame, one sentence for each rank; empty where the pages don't tell.
+def explain(records: Sequence[RankState], file: str | None, dead: int | None = None) -> str:
+    """Ranks that caused the hang, one sentence each; empty where the records don't tell.
 
     Args:
-        pages: of the ranks that took part, by rank.
+        records: of the ranks that took part, by rank.
         file: that the learner's code was compiled under.
         dead: a rank whose process has ended.
     """
     now = time.monotonic()
-    seen = [read_page(bytes(page.memory), rank, 0, "", "running", now) for rank, page in enumerate(pages)]
+    seen = [read_record(bytes(record.memory), rank, 0, "", "running", now) for rank, record in enumerate(records)]
     if dead is not None and dead < len(seen):
         seen[dead] = replace(seen[dead], life="dead")
     if not any(snapshot.calls for snapshot in seen):
@@ -58,5 +58,5 @@ def explain(pages: Sequence[RankState], file: str | None, dead: int | None = Non
         said = said.replace(theirs, ours)
     if file:
         shown = re.compile(rf"(?:at )?{re.escape(file)}:(\d+)")
-        said = shown.sub(lambda found: f"({of_line(int(found[1]), file)})", said)
+        said = shown.sub(lambda match: f"({of_line(int(match[1]), file)})", said)
     return said

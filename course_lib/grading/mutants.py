@@ -70,7 +70,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class MutantRow:
-    """What became of a mutant.
+    """Outcome of a mutant.
 
     Attributes:
         failed: the properties that rejected it.

@@ -1,4 +1,4 @@
-"""What a check does on each rank: the cases one after the other, each in a process group of its own ranks."""
+"""Checks on one rank: the cases one after the other, each in a process group of its own ranks."""
 
 import contextlib
 import datetime
@@ -27,7 +27,7 @@ SECONDS_OF_CPU = 30.0
 NOT_RUN = "not run, after a case in which ranks waited in vain"
 LAST_RESORT = datetime.timedelta(hours=1)
 """Of a wait that nothing else has ended."""
-PAGES: list[RankState] = []
+RECORDS: list[RankState] = []
 """By rank, what it does, in memory that forked ranks share with the process that checks."""
 
 
@@ -50,14 +50,14 @@ class CheckJob:
 
 
 def share_pages(ranks: int) -> None:
-    """New pages for the ranks to come."""
-    for page in PAGES:
-        page.close()
-    PAGES[:] = [RankState() for _ in range(ranks)]
+    """New records for the ranks to come."""
+    for record in RECORDS:
+        record.close()
+    RECORDS[:] = [RankState() for _ in range(ranks)]
 
 
 def observe_on_rank(jobs: Sequence[CheckJob]) -> list[Observation | None]:
-    """What this rank observes of each job; None where it takes no part."""
+    """This rank's observations of each job; None where it takes no part."""
     torch.set_num_threads(1)
     drop_native_output()
     rank = int(os.environ["RANK"])
@@ -88,7 +88,7 @@ def observe_on_rank(jobs: Sequence[CheckJob]) -> list[Observation | None]:
 
 
 def drop_native_output() -> None:
-    """What Python prints is shown on; what libraries write to standard error themselves, such as stacks, is not."""
+    """Show what Python prints, and drop what libraries write to standard error themselves, such as stacks."""
     sys.stderr = open(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
@@ -96,7 +96,7 @@ def drop_native_output() -> None:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of a case wait for each other, whatever the learner's function does with their process group."""
+    """Meeting point of a case's ranks, whatever the learner's function does with their process group."""
 
     store: dist.Store
     rank: int
@@ -120,7 +120,7 @@ def _observe_case(job: CheckJob, number: int, meeting: Meeting, stop: Callable[[
     A rank whose function has returned stays until the others' have: its connections are theirs. One that failed leaves
     at once, so that nobody waits for it; one that waited in vain says `stop`.
     """
-    page = PAGES[meeting.rank] if meeting.rank < len(PAGES) else RankState()
+    record = RECORDS[meeting.rank] if meeting.rank < len(RECORDS) else RankState()
     connection = _connection()
     watch = IdleWatch(job.seconds, sockets() - connection.sockets)
     dist.init_process_group(
@@ -134,7 +134,7 @@ def _observe_case(job: CheckJob, number: int, meeting: Meeting, stop: Callable[[
     said = meeting.meet("connected", f"{os.getpid()} {watch.native_id}")
     try:
         ranks = [(int(pid), int(thread)) for pid, thread in map(str.split, said)] if CAN_TELL else ()
-        seen = _observe_function(job, meeting.rank, watch.watching(ranks), page)
+        seen = _observe_function(job, meeting.rank, watch.watching(ranks), record)
         if "error" in seen and hang_report.WAITED.search(seen["error"]):
             stop()
         if "error" in seen:
@@ -170,11 +170,11 @@ def _observe_alone(job: CheckJob) -> Observation:
 
 
 def _observe_function(
-    job: CheckJob, rank: int, watched: AbstractContextManager[None], page: RankState | None = None
+    job: CheckJob, rank: int, watched: AbstractContextManager[None], record: RankState | None = None
 ) -> Observation:
     """What is observed of the function; what it raises is an error text."""
     try:
-        with hang_report.recorded(page) if page else contextlib.nullcontext(), watched, computing(job.most):
+        with hang_report.recorded(record) if record else contextlib.nullcontext(), watched, computing(job.most):
             return job.task.observe(job.function, job.case, rank)
     except Exception as error:  # whatever the learner's code raises is what was observed
         return {"error": own_code.told(error, own_code.file_of(job.function)), "at": time.monotonic()}

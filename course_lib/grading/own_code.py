@@ -1,4 +1,4 @@
-"""Where in a learner's own code something happened: the line of an exception, the line in which a rank still was."""
+"""Lines of a learner's own code: where an exception was raised, and where a rank still was."""
 
 import ast
 import linecache
@@ -15,7 +15,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 class _NoShell:
-    """What ``get_ipython()`` gives where there is no IPython: whatever is asked of it does nothing."""
+    """Result of ``get_ipython()`` where there is no IPython: whatever is asked of it does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
@@ -103,5 +103,5 @@ def of_line(line: int, file: str | None, source: str = "") -> str:
 
 def last_line(stack: str, file: str | None) -> str:
     """The line of the learner's code in a stack as `faulthandler` prints it, latest call first; empty: none."""
-    found = next((match for match in _FRAME.finditer(stack) if match["file"] == file), None)
-    return of_line(int(found["line"]), file) if found else ""
+    frame = next((match for match in _FRAME.finditer(stack) if match["file"] == file), None)
+    return of_line(int(frame["line"]), file) if frame else ""

@@ -8,7 +8,7 @@ from course_lib.grading.task import Case, Finding, Observation, Task, earned
 
 @dataclass(frozen=True)
 class Report:
-    """What a check found; prints as the answer to the learner.
+    """Findings of a check; prints as the answer to the learner.
 
     Attributes:
         task: that was checked.

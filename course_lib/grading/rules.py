@@ -63,7 +63,7 @@ def items(seen: Seen, rank: int, key: str, of: type | tuple[type, ...] = object)
 
 
 def kind(value: Any) -> str:
-    """What something is, in a few words."""
+    """Kind of a thing, in a few words."""
     if value is None:
         return "nothing"
     if isinstance(value, list):
@@ -117,7 +117,7 @@ def suspected(
 
 
 def ratio(actual: "np.ndarray", right: "np.ndarray", ranks: int) -> str:
-    """What is to be said where all numbers are the same multiple of the right ones; empty where they are not."""
+    """Sentence for where all numbers are the same multiple of the right ones; empty where they are not."""
     import numpy as np
 
     if not np.any(right) or not np.all(np.isfinite(actual)):
@@ -144,7 +144,7 @@ _FACTORS = {2.0: "twice", 3.0: "3 times", 4.0: "4 times", 0.5: "half of", 0.25: 
 
 
 def dtype_of(value: Any) -> str:
-    """What an observer notes of a tensor's dtype; empty of what is none."""
+    """Dtype of a tensor as an observer notes it; empty of what is none."""
     return str(getattr(value, "dtype", "")).removeprefix("torch.")
 
 
@@ -199,7 +199,7 @@ NAMES = frozenset(
 
 
 def events(seen: Seen, rank: int) -> list[str]:
-    """What happened on a rank, in order, as `Recorder.events` notes it."""
+    """Events of a rank, in order, as `Recorder.events` notes them."""
     noted = items(seen, rank, "events", str)
     for event in noted:
         words = event.split()

@@ -37,7 +37,7 @@ class SandboxError(CourseError):
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Where answers run.
+    """Sandbox that answers run in.
 
     Attributes:
         isolated: False: an ordinary process, which can read, write and send whatever the grader can.

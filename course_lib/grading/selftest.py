@@ -60,7 +60,7 @@ class Planted:
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one answer.
+    """Outcome of one answer.
 
     Attributes:
         task: name of the task.
@@ -116,7 +116,7 @@ def table(tasks: Mapping[str, Task] | Iterable[Task] = TASKS, folder: Path | Non
 
 
 def observe_all(answers: Sequence[Sequence[CheckJob]]) -> list[list[list[Observation]]]:
-    """What is observed of several answers, by answer, case and rank, in as few launches as may be.
+    """Observations of several answers, by answer, case and rank, in as few launches as may be.
 
     Where a launch ends badly its answers are launched anew in two halves, until the one that ends it is alone: then
     its error is what is observed.

@@ -36,7 +36,7 @@ _BAD_ID = re.compile(r"[^\w @.+-]+")
 
 @dataclass
 class Submission:
-    """What one learner handed in.
+    """Submission of one learner.
 
     Attributes:
         learner: from the file's or the folder's name.

@@ -1,4 +1,4 @@
-"""What runs inside the sandbox: a trusted process that starts the ranks, and the ranks, which are the learner's.
+"""Trusted process inside the sandbox, which starts the ranks; the ranks run the learner's code.
 
 The trusted process is the namespace's process 1, never runs a line of the answer, and cannot be traced, read or killed
 by one that does. It hands a case's inputs over only when every rank is ready, to each without what is another's own,

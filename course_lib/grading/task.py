@@ -1,4 +1,4 @@
-"""What an exercise asks: cases drawn by the grader, observations made beside the learner's function, rules.
+"""Exercises: cases drawn by the grader, observations made beside the learner's function, rules.
 
 A task's `observe` runs in the learner's process and judges nothing; its rules run in the grader's process alone, on
 plain data, and hold the oracle. So nothing that a learner's code can reach decides about its points.
@@ -37,7 +37,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Miss:
-    """Where a property does not hold.
+    """Place where a property does not hold.
 
     Attributes:
         expected: in a few words.
@@ -108,7 +108,7 @@ class Property:
 
 @dataclass(frozen=True)
 class Met:
-    """How a mean over ranks is seen from outside, where rank 1 of two is our own (`course_lib.grading.trusted_peer`).
+    """Mean over ranks as seen from outside, where rank 1 of two is our own (`course_lib.grading.trusted_peer`).
 
     Attributes:
         property: whose points hang on the result.

@@ -32,18 +32,18 @@ def main(folder: Path, arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, metavar="N", help="draws the hidden cases [a new one]")
     args = parser.parse_args(arguments)
     try:
-        found = result(folder, args.answer, secrets.randbits(63) if args.seed is None else args.seed)
+        outcome = result(folder, args.answer, secrets.randbits(63) if args.seed is None else args.seed)
         if args.out:
-            write_text(args.out, json.dumps(found, indent=1) + "\n")
+            write_text(args.out, json.dumps(outcome, indent=1) + "\n")
     except (CourseError, OSError) as error:
         print(f"check.py: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(found, indent=1))
-    return 0 if found["points"] == found["maximum"] else 1
+    print(json.dumps(outcome, indent=1))
+    return 0 if outcome["points"] == outcome["maximum"] else 1
 
 
 def result(folder: Path, answer: Path, seed: int) -> dict[str, Any]:
-    """What an answer earns: points by property, their sum, and their share of the maximum as ``score``.
+    """Result of an answer: points by property, their sum, and their share of the maximum as ``score``.
 
     Args:
         folder: the task's, with task.json.

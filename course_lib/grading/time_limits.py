@@ -1,4 +1,4 @@
-"""How long a learner's code may take, by what it does and not by the clock on the wall, which a busy machine runs out.
+"""Time limits of a learner's code, counted in its work and not by the wall clock of a busy machine.
 
 Two limits, each in a rank of its own process: `computing` bounds the CPU time that a process takes, and `IdleWatch` the
 time in which no rank of a case computes, for then each waits for another.
@@ -51,12 +51,12 @@ def _interrupted_by(number: signal.Signals, said: str, end: Callable[[], object]
 
 def sockets() -> set[int]:
     """The descriptors of this process's open sockets."""
-    found = set()
+    names = set()
     for name in os.listdir("/proc/self/fd") if CAN_TELL else ():
         with contextlib.suppress(OSError):  # the listing's own, closed again
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                found.add(int(name))
-    return found
+                names.add(int(name))
+    return names
 
 
 def computes(ranks: Sequence[tuple[int, int]]) -> bool:
@@ -95,11 +95,11 @@ class IdleWatch(threading.Thread):
         self.has_ended_waits = False
 
     def run(self) -> None:
-        found: deque[bool] = deque(maxlen=self.most)
+        answers: deque[bool] = deque(maxlen=self.most)
         while not self.over.wait(LOOK_SECONDS):
             if self.ranks:
-                found.append(computes(self.ranks))
-            if len(found) == self.most and sum(found) <= HARDLY * self.most:
+                answers.append(computes(self.ranks))
+            if len(answers) == self.most and sum(answers) <= HARDLY * self.most:
                 self._end_waits()
                 return
 

@@ -81,7 +81,7 @@ def follow(announced: int, number: float) -> dict[str, Any]:
 
 
 def judge(task: Task, meeting: PeerMeeting, seen: Sequence[Observation]) -> list[Finding]:
-    """What the meeting shows of a task's properties: the result's by `_right`, the others' by `_told`."""
+    """Scores that the meeting shows: the result's by `_right`, the other properties' by `_told`."""
     assert task.met is not None
     findings = []
     for name in task.properties:
@@ -98,7 +98,7 @@ def judge(task: Task, meeting: PeerMeeting, seen: Sequence[Observation]) -> list
 
 
 def parted(task: Task, left: str) -> list[Finding]:
-    """The findings where the trusted rank could not join: the result was reached in a way that it did not see."""
+    """Findings where the trusted rank could not join, because the answer bypassed it."""
     assert task.met is not None
     return [Finding(task.met.property, False, 0, "all-reduces with its peer", short(left))]
 

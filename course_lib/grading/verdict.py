@@ -1,4 +1,4 @@
-"""What a grading came to, as plain JSON: nothing of a hidden case but whether each property held."""
+"""Result of a grading as plain JSON: of a hidden case only whether each property held."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +29,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one answer to one task earned.
+    """Result of one answer to one task.
 
     Attributes:
         task: its name.

@@ -25,7 +25,7 @@ START_SECONDS = 120.0  # for importing torch
 
 @dataclass(frozen=True)
 class Limits:
-    """What one task's grading may take.
+    """Limits of one task's grading.
 
     Attributes:
         seconds: from when the answer starts until all of it is ended, without those in which it waits for a core.
@@ -46,7 +46,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a sandbox ended.
+    """End of a sandbox: exit, limit or kill.
 
     Attributes:
         output: what its trusted process wrote.

@@ -1,4 +1,4 @@
-"""Whether the collectives that an answer's process says it issued can have taken place.
+"""Check that the collectives which an answer's process reports can have taken place.
 
 What `Recorder` noted was noted in the learner's process, which could have made it up. The kernel counted, in the
 sandbox's own network, what really went from rank to rank, where no code of an answer reaches.

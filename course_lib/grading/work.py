@@ -1,4 +1,4 @@
-"""What an answer's operators do: FLOPs of matrix products, and the memory of tensors, on the CPU and in one thread."""
+"""Work of an answer's operators: FLOPs of matrix products and memory of tensors, on the CPU in one thread."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""Why a run stands still: the watchdog, each rank's state, and who is to blame."""
+"""Diagnosis of hangs: the watchdog, each rank's state, and the ranks that caused a hang."""

@@ -1,4 +1,4 @@
-"""What a communication backend itself knows: its own record of the calls, and whether one of them has failed."""
+"""Records of a communication backend: its own list of calls, and whether one of them has failed."""
 
 import json
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ receives and are made where TORCH_FR_BUFFER_SIZE is set before the group is made
 
 
 def backend_records() -> Any:
-    """What the backends' own flight recorders hold, by torch's JSON; None where they record nothing.
+    """Records of the backends' own flight recorders, by torch's JSON; None where they record nothing.
 
     Where both NCCL and gloo have records they are NCCL's, with gloo's under ``gloo``.
     """
@@ -29,7 +29,7 @@ def backend_records() -> Any:
 
 
 def backend_error(groups: Iterable[Any] | None = None) -> str | None:
-    """What a backend says has gone wrong with one of this process's groups; None where nothing has, or it cannot say.
+    """Error that a backend reports of one of this process's groups; None where there is none, or it cannot say.
 
     NCCL says ``TIMEOUT``, ``COMM_ERROR`` (such as a lost connection) or ``REMOTE_ERROR`` (ProcessGroupNCCL.cpp,
     Watchdog::runLoop), as long before it ends the process as :mod:`~course_lib.hangs.watchdog` tells. Never waits.

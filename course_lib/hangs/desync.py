@@ -27,7 +27,7 @@ Facts = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Topic:
-    """What ranks have to agree on, as one rank sees it.
+    """Topic that ranks have to agree on, as one rank sees it.
 
     Attributes:
         digest: a signed 64-bit number; equal where ranks agree.
@@ -114,34 +114,34 @@ def replicas(
     def facts() -> Facts:
         return {name: str(digest_of(looked_at(tensor))) for name, tensor in tensors.items()}
 
-    whole = digest_of([piece for tensor in tensors.values() for piece in looked_at(tensor)])
+    whole = digest_of([chunk for tensor in tensors.values() for chunk in looked_at(tensor)])
     return Replicas(digest=whole, facts=facts, cure=cure, part=part, tensors=tensors)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, detached."""
+    """This rank's part of a tensor, detached."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def digest_of(pieces: Sequence[Tensor]) -> int:
+def digest_of(chunks: Sequence[Tensor]) -> int:
     """A signed 64-bit digest of the bits of 1-D tensors and their order, the same on every kind of device.
 
     Integers that wrap add up to the same number in any order; each counts with an odd factor of its own, so that no
     change of a single element goes unseen.
     """
     total, small = 0, dict[int, list[Tensor]]()
-    for piece in pieces:
-        if len(piece) < CHUNK:
-            small.setdefault(piece.element_size(), []).append(_bits(piece))
+    for chunk in chunks:
+        if len(chunk) < CHUNK:
+            small.setdefault(chunk.element_size(), []).append(_bits(chunk))
         else:
-            total = total * 31 + _weighted(_bits(piece))
+            total = total * 31 + _weighted(_bits(chunk))
     for alike in small.values():  # together, for each operator has its fixed cost
         total = total * 31 + _weighted(torch.cat(alike))
     return (total + 2**63) % 2**64 - 2**63
 
 
-def _bits(piece: Tensor) -> Tensor:
-    return piece.contiguous().view(INTEGERS.get(piece.element_size(), torch.int64))
+def _bits(chunk: Tensor) -> Tensor:
+    return chunk.contiguous().view(INTEGERS.get(chunk.element_size(), torch.int64))
 
 
 def _weighted(bits: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Who is to blame for a hang, from what is known of each rank: a function of the sightings, and nothing else.
+"""Finds the ranks that caused a hang; a pure function of their snapshots.
 
 A rank waits for another where it has issued a call that the other has not come to. Who is waited for and waits for
 nobody is the one. Where all of them wait in a circle, each is named; and where ranks came to different calls at the
@@ -54,20 +54,20 @@ Edges = list[tuple[RankSnapshot, Call, int]]
 """Who waits, in what, for whom."""
 
 
-def diagnose(sightings: Sequence[RankSnapshot]) -> tuple[Culprit, ...]:
+def diagnose(snapshots: Sequence[RankSnapshot]) -> tuple[Culprit, ...]:
     """The ranks to blame; none where all have come to the same calls, so that only the backend can be at fault.
 
     Args:
-        sightings: every rank's, by rank.
+        snapshots: every rank's, by rank.
     """
-    if mismatched := _mismatched(sightings):
+    if mismatched := _mismatched(snapshots):
         return mismatched
-    edges = _edges(sightings)
+    edges = _edges(snapshots)
     for lives in (("dead", "silent"), ("failed",), ("stopped",)):
-        if gone := [peer for peer in sightings if peer.life in lives]:
+        if gone := [peer for peer in snapshots if peer.life in lives]:
             return tuple(_verdict(peer, "stopped" if peer.life == "stopped" else "dead", edges) for peer in gone)
     if not edges:
-        idle = [peer for peer in sightings if peer.life == "running" and all(call.ended for call in peer.calls)]
+        idle = [peer for peer in snapshots if peer.life == "running" and all(call.ended for call in peer.calls)]
         return tuple(_verdict(peer, "elsewhere", edges) for peer in idle)
     waiting = {who.rank for who, _, _ in edges}
     roots, tells = {whom for _, _, whom in edges} - waiting, False
@@ -76,55 +76,55 @@ def diagnose(sightings: Sequence[RankSnapshot]) -> tuple[Culprit, ...]:
         free = circle - {who.rank for who, call, _ in edges if _holds_up(who, call)}
         roots, tells = free or circle, bool(free) and free != circle
     return tuple(
-        _verdict(sightings[rank], "elsewhere" if _is_elsewhere(sightings[rank], tells) else "behind", edges)
+        _verdict(snapshots[rank], "elsewhere" if _is_elsewhere(snapshots[rank], tells) else "behind", edges)
         for rank in sorted(roots)
     )
 
 
-def is_hang(sightings: Sequence[RankSnapshot], rank: int, seconds: float) -> bool:
+def is_hang(snapshots: Sequence[RankSnapshot], rank: int, seconds: float) -> bool:
     """Whether those to blame have had their time, and not only those who wait for them.
 
     Where nobody waits in a call, as before the first one, all may be at work that does not show: they get
     BUSY_FACTOR times as long.
 
     Args:
-        sightings: every rank's, by rank.
+        snapshots: every rank's, by rank.
         rank: who asks; it has made no progress for ``seconds`` itself.
         seconds: that a rank may go without progress.
     """
-    if all(call.ended for peer in sightings for call in peer.calls) and all(
-        peer.life in ("running", "unseen", "late") for peer in sightings
+    if all(call.ended for peer in snapshots for call in peer.calls) and all(
+        peer.life in ("running", "unseen", "late") for peer in snapshots
     ):
         seconds *= BUSY_FACTOR
-    blamed = [sightings[verdict.rank] for verdict in diagnose(sightings)]
-    blamed = blamed or [peer for peer in sightings if peer.life == "running"]
+    blamed = [snapshots[verdict.rank] for verdict in diagnose(snapshots)]
+    blamed = blamed or [peer for peer in snapshots if peer.life == "running"]
     if any(peer.life == "late" for peer in blamed):
         return False
     if any(peer.life == "unseen" for peer in blamed):  # nobody can tell whether it works
-        return sightings[rank].stalled >= BUSY_FACTOR * seconds
+        return snapshots[rank].stalled >= BUSY_FACTOR * seconds
     return all(peer.life != "running" or peer.stalled >= seconds for peer in blamed)
 
 
-def _edges(sightings: Sequence[RankSnapshot]) -> Edges:
+def _edges(snapshots: Sequence[RankSnapshot]) -> Edges:
     """Every call that waits for ranks, with these ranks."""
     edges: Edges = []
-    gone = {peer.rank for peer in sightings if peer.life in ("dead", "stopped", "silent")}
-    queues = [Queue(peer) for peer in sightings]
-    for who, queue in zip(sightings, queues, strict=True):
+    gone = {peer.rank for peer in snapshots if peer.life in ("dead", "stopped", "silent")}
+    queues = [Queue(peer) for peer in snapshots]
+    for who, queue in zip(snapshots, queues, strict=True):
         if who.life not in ("running", "late"):
             continue
         for call in queue.waiting():
             edges += [
                 (who, call, rank)
                 for rank in _partners(call, who.rank)
-                if rank in gone or not _has_come(sightings[rank], queues[rank], call)
+                if rank in gone or not _has_come(snapshots[rank], queues[rank], call)
             ]
         for call in who.calls:
             if call.ended and call.name in TOGETHER:  # a backend may end it with an error when it loses a peer
                 edges += [
                     (who, call, rank)
                     for rank in call.ranks
-                    if rank in gone and not sightings[rank].has_issued(call.stream, call.sequence)
+                    if rank in gone and not snapshots[rank].has_issued(call.stream, call.sequence)
                 ]
     return edges
 
@@ -167,21 +167,21 @@ def _holds_up(who: RankSnapshot, call: Call) -> bool:
     return who.spins if call.on_gpu else call.state == WAITED_FOR
 
 
-def _is_elsewhere(sighting: RankSnapshot, tells: bool) -> bool:
+def _is_elsewhere(snapshot: RankSnapshot, tells: bool) -> bool:
     """Whether a rank to blame is busy with something else.
 
     With ``tells``, its waits in calls on a GPU do not count: others of its circle spin in theirs, and it does not.
     """
-    return sighting.life in ("running", "late") and not any(
-        call.state == WAITED_FOR and not (tells and call.on_gpu) for call in sighting.calls
+    return snapshot.life in ("running", "late") and not any(
+        call.state == WAITED_FOR and not (tells and call.on_gpu) for call in snapshot.calls
     )
 
 
-def _mismatched(sightings: Sequence[RankSnapshot]) -> tuple[Culprit, ...]:
+def _mismatched(snapshots: Sequence[RankSnapshot]) -> tuple[Culprit, ...]:
     """Those that issued something else at the earliest place at which ranks differ and one still waits, or died."""
-    histories = [{(call.stream, call.sequence): call for call in peer.calls} for peer in sightings]
+    histories = [{(call.stream, call.sequence): call for call in peer.calls} for peer in snapshots]
     suspects: dict[tuple[str, int], float] = {}  # a place, and when the first rank came there
-    for peer in sightings:
+    for peer in snapshots:
         for call in peer.calls:
             if call.name not in POINT_TO_POINT and (
                 not call.ended or (peer.life in ("dead", "failed") and call is peer.calls[-1])
@@ -194,7 +194,7 @@ def _mismatched(sightings: Sequence[RankSnapshot]) -> tuple[Culprit, ...]:
         if len(kinds) > 1:
             right = _majority(kinds) or _precedent(histories, there)
             wrong = {rank: call for rank, call in there.items() if _kind(call) != right}
-            return tuple(_mismatch(sightings[rank], call, there) for rank, call in wrong.items())
+            return tuple(_mismatch(snapshots[rank], call, there) for rank, call in wrong.items())
     return ()
 
 
@@ -236,37 +236,37 @@ def _at(call: Call) -> tuple:
     return call.file, call.line
 
 
-def _mismatch(sighting: RankSnapshot, call: Call, there: dict[int, Call]) -> Culprit:
+def _mismatch(snapshot: RankSnapshot, call: Call, there: dict[int, Call]) -> Culprit:
     others: dict[str, list[int]] = {}
     for rank, theirs in there.items():
         if _kind(theirs) != _kind(call):
             others.setdefault(f"{describe(theirs)} at {theirs.file}:{theirs.line}", []).append(rank)
     differ = ", and ".join(f"{ranks_in_words(ranks)} {text}" for text, ranks in others.items())
-    sentence = f"rank {sighting.rank} issued {describe(call)} at {call.file}:{call.line} where {differ}" + (
-        f"; rank {sighting.rank} has died of it" if sighting.life == "dead" else ""
+    sentence = f"rank {snapshot.rank} issued {describe(call)} at {call.file}:{call.line} where {differ}" + (
+        f"; rank {snapshot.rank} has died of it" if snapshot.life == "dead" else ""
     )
-    return Culprit(sighting.rank, "mismatched", sentence, call.name, call.sequence, call.file, call.line)
+    return Culprit(snapshot.rank, "mismatched", sentence, call.name, call.sequence, call.file, call.line)
 
 
-def _verdict(sighting: RankSnapshot, what: What, edges: Edges) -> Culprit:
-    rank = sighting.rank
+def _verdict(snapshot: RankSnapshot, what: What, edges: Edges) -> Culprit:
+    rank = snapshot.rank
     own = [(who, call) for who, call, whom in edges if whom == rank]
-    last = sighting.calls[-1] if sighting.calls else None
-    left = {(call.stream, call.sequence) for call in sighting.calls if call.ended}
+    last = snapshot.calls[-1] if snapshot.calls else None
+    left = {(call.stream, call.sequence) for call in snapshot.calls if call.ended}
     # A call that it had left keeps nobody: who is still in it has not woken up yet.
     call = min(
         (call for _, call in own), key=lambda waited_in: (_of_partner(waited_in) in left, waited_in.at), default=last
     )
-    file, line = place(sighting)
+    file, line = place(snapshot)
     held_up_by = [(call, whom) for who, call, whom in edges if who.rank == rank]
     if what == "behind" and held_up_by:
         held, whom = held_up_by[0]
         sentence = f"rank {rank} waits for rank {whom} in {describe(held)} at {held.file}:{held.line}"
         return Culprit(rank, what, sentence, held.name, held.sequence, held.file, held.line)
-    sentence = f"rank {rank} {_how(sighting, what)}"
-    if file and not sighting.words.get("error"):  # which says where
-        seen = "is" if what in ("elsewhere", "behind") and sighting.life == "running" else "was last seen"
-        sentence += f"; it {seen} at {file}:{line}" + (f" in step {sighting.step + 1}" if sighting.step >= 0 else "")
+    sentence = f"rank {rank} {_how(snapshot, what)}"
+    if file and not snapshot.words.get("error"):  # which says where
+        seen = "is" if what in ("elsewhere", "behind") and snapshot.life == "running" else "was last seen"
+        sentence += f"; it {seen} at {file}:{line}" + (f" in step {snapshot.step + 1}" if snapshot.step >= 0 else "")
     if own and call:
         waiting = sorted({who.rank for who, waited_in in own if waited_in.stream == call.stream})
         sentence += (
@@ -278,29 +278,29 @@ def _verdict(sighting: RankSnapshot, what: What, edges: Edges) -> Culprit:
     return Culprit(rank, what, sentence, call.name if call else None, call.sequence if call else None, file, line)
 
 
-def _how(sighting: RankSnapshot, what: What) -> str:
+def _how(snapshot: RankSnapshot, what: What) -> str:
     """What is the matter with it, to follow its number."""
-    where = f"process {sighting.pid} on {sighting.host}"
-    if error := sighting.words.get("error"):
+    where = f"process {snapshot.pid} on {snapshot.host}"
+    if error := snapshot.words.get("error"):
         return f"has left the training with {error}"
-    if sighting.life == "dead":
+    if snapshot.life == "dead":
         return f"is gone: {where} has ended"
-    if sighting.life == "silent":
-        return f"gives no sign: {where} has been silent for {sighting.silent:.0f} s"
-    if sighting.life == "stopped":
+    if snapshot.life == "silent":
+        return f"gives no sign: {where} has been silent for {snapshot.silent:.0f} s"
+    if snapshot.life == "stopped":
         return f"is stopped, by SIGSTOP or a debugger: {where}"
-    if sighting.life == "left":
+    if snapshot.life == "left":
         return "has ended its training before the others"
-    if sighting.life == "unseen":
+    if snapshot.life == "unseen":
         return "has not begun its training"
     return "is not in a collective" if what == "elsewhere" else "is behind"
 
 
-def place(sighting: RankSnapshot) -> tuple[str | None, int | None]:
+def place(snapshot: RankSnapshot) -> tuple[str | None, int | None]:
     """File and line of the user's code that a rank was last seen in: its main thread's, or its last call's."""
-    last = sighting.calls[-1] if sighting.calls else None
-    if sighting.words.get("file") and (last is None or sighting.placed_at >= last.at):
-        return sighting.words["file"], sighting.words["line"]
+    last = snapshot.calls[-1] if snapshot.calls else None
+    if snapshot.words.get("file") and (last is None or snapshot.placed_at >= last.at):
+        return snapshot.words["file"], snapshot.words["line"]
     return (last.file, last.line) if last else (None, None)
 
 

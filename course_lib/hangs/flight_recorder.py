@@ -1,7 +1,7 @@
 """The flight recorder: which collectives this rank has issued, where in the user's code, and whether they have ended.
 
 It listens at the :mod:`~course_lib.metering.collective_hooks`, so that it sees DDP's C++ reducer, FSDP2, DeepSpeed and
-pipelines too, and writes each call straight into the rank's page of the :mod:`~course_lib.hangs.rank_state_exchange`:
+pipelines too, and writes each call straight into the rank's record of the :mod:`~course_lib.hangs.rank_state_exchange`:
 what it noted stays readable when this process is stopped or killed in the next instruction. A call costs some tens of
 microseconds (``benchmarks/watchdog.py``), two thirds of them for the dispatcher's way through Python and back. When a
 call has ended, :mod:`~course_lib.hangs.pending_calls` knows.
@@ -52,11 +52,11 @@ class FlightRecorder:
     """Notes every collective between `start` and `stop`.
 
     Args:
-        page: where.
+        record: where.
     """
 
-    def __init__(self, page: RankState):
-        self.page = page
+    def __init__(self, record: RankState):
+        self.record = record
         self.step = -1
         self.serial = 0
         self._sequences: dict[str, int] = {}
@@ -101,10 +101,12 @@ class FlightRecorder:
             serial = self.serial
             sequence = self._sequences[stream] = self._sequences.get(stream, 0) + 1
             if self._pending.on_gpu(serial - CALLS):
-                self.page.keep(serial - CALLS)
-            self.page.write_call(serial, sequence, time.monotonic(), self.step, stream, text, collective_hooks.batch())
+                self.record.keep(serial - CALLS)
+            self.record.write_call(
+                serial, sequence, time.monotonic(), self.step, stream, text, collective_hooks.batch()
+            )
             if gpu is not None and _is_synchronous(operator, args):
-                self.page.mark(serial, WAITED_FOR, serial)  # by the stream; a barrier's caller also waits itself
+                self.record.mark(serial, WAITED_FOR, serial)  # by the stream; a barrier's caller also waits itself
         return serial, gpu
 
     def issued(self, note: tuple[int, torch.device | None], work: dist.Work | None) -> None:
@@ -112,13 +114,13 @@ class FlightRecorder:
             self.look(GLANCE)
         serial, gpu = note
         if not self._pending.add(serial, work, gpu):
-            self.page.mark(serial, ENDED)
+            self.record.mark(serial, ENDED)
 
     def waiting(self, waited_for: dist.Work | torch.Tensor) -> list[int]:
         serials = self._pending.waiting(waited_for)
         for serial in serials:
             self._waiting.add(serial)
-            self.page.mark(serial, WAITED_FOR, self.serial)
+            self.record.mark(serial, WAITED_FOR, self.serial)
         return serials
 
     def waited(self, note: list[int], waited_for: dist.Work | torch.Tensor) -> None:
@@ -127,7 +129,7 @@ class FlightRecorder:
             self.look(GLANCE if isinstance(waited_for, torch.Tensor) and waited_for.is_cuda else None)
         elif self._pending.waited(waited_for):
             for serial in note:
-                self.page.mark(serial, ENDED)
+                self.record.mark(serial, ENDED)
 
     def look(self, most: int | None = None) -> bool:
         """Mark the calls that have ended in the meantime; whether there were any.
@@ -137,7 +139,7 @@ class FlightRecorder:
         """
         ended = self._pending.ended(most)  # the watchdog's thread looks too
         for serial in ended:
-            self.page.mark(serial, ENDED)
+            self.record.mark(serial, ENDED)
         return bool(ended)
 
     @property
@@ -184,7 +186,7 @@ class FlightRecorder:
         return "\n".join(shown)
 
     def _text(self, key: Any, group: dist.ProcessGroup, code: CodeType | None) -> tuple[bytes, str, CodeType | None]:
-        """What the page keeps of a call besides its numbers, and the name of the order that it is part of."""
+        """What the record keeps of a call besides its numbers, and the name of the order that it is part of."""
         operator, shape, dtype, count, name, peer, root, on_gpu, _, line = key
         ranks = self._groups.get(name)
         if ranks is None:

@@ -1,4 +1,4 @@
-"""What stands before a call in its GPU's queue: on a GPU a call that was issued has not begun yet.
+"""Queues of the GPUs: work ahead of a call, which on a GPU is issued before it begins.
 
 A host goes on after it has issued a call on its GPU, and can be many calls ahead of it. A rank has *come* to such a
 call when its GPU has: when nothing that has not ended stands before it. Two things stand before a call: what was
@@ -19,8 +19,8 @@ class Queue:
     Calls of one batch run side by side. Of a rank that uses several streams more may seem to stand in a row than do.
     """
 
-    def __init__(self, sighting: RankSnapshot):
-        self._open = [call for call in sighting.calls if not call.ended]
+    def __init__(self, snapshot: RankSnapshot):
+        self._open = [call for call in snapshot.calls if not call.ended]
         self._before = {call.serial: self._blocker(call) for call in self._open if call.on_gpu}
         self._blockers = {blocker.serial for blocker in self._before.values() if blocker}
         self._known = {(call.stream, call.sequence): call for call in self._open}

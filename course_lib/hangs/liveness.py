@@ -1,4 +1,4 @@
-"""Whether a process lives, is stopped or is dead, and whether it works although its Python stands still."""
+"""State of a process: running, stopped or dead, and whether it works although its Python does not advance."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ Times = dict[int, tuple[float, float]]
 
 
 def start_ticks(pid: int) -> int:
-    """When a process began, in clock ticks since the boot: with its number, one process only. 0 without /proc.
+    """Start of a process, in clock ticks since the boot: with its number, one process only. 0 without /proc.
 
     Raises:
         ProcessLookupError: there is none.
@@ -35,7 +35,7 @@ def start_ticks(pid: int) -> int:
 
 
 def process_state(pid: int, started: int) -> Literal["running", "stopped", "dead"]:
-    """What the kernel says of a process of this machine.
+    """State of a process of this machine by the kernel.
 
     ``started`` is its `start_ticks`: another process may have got its ``pid``.
     """
@@ -63,7 +63,7 @@ def machine() -> str:
 
 
 class Activity:
-    """How busy this process is, with its children: compilers, data loader's workers, a checkpoint's writer, a download.
+    """Activity of this process and its children: compilers, data loader's workers, a checkpoint's writer, a download.
 
     Args:
         watchers: threads whose own work doesn't count: in the queue for a core they would look busy, too.

@@ -46,7 +46,7 @@ class Connection:
 
 @dataclass
 class Peers:
-    """Whose connections do not count.
+    """Processes whose connections do not count.
 
     Attributes:
         pids: of the other ranks on this machine.
@@ -132,7 +132,7 @@ def own_addresses() -> set[str]:
 
 
 class Traffic:
-    """How much processes move that is not for their peers.
+    """Bytes that processes move to others than their peers.
 
     Args:
         peers: as they are known when it is asked.

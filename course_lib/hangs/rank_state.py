@@ -1,4 +1,4 @@
-"""One rank's page of the board: numbers, its last calls, its words, in a fixed layout that is written in place."""
+"""Shared-memory record of one rank: counters, recent collectives and text, in a fixed layout written in place."""
 
 import functools
 import json
@@ -88,7 +88,7 @@ class Call:
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """What is known of one rank at one moment.
+    """State of one rank at one moment, as far as it is known.
 
     Attributes:
         life: ``left``: its training ended well; ``failed``: by an exception; ``unseen``: it has not entered yet;
@@ -120,22 +120,22 @@ class RankSnapshot:
     reported: bool = False
 
     def has_issued(self, stream: str, sequence: int) -> bool:
-        """Whether it has come to a call; also where its page has no room for so many streams and nobody knows."""
+        """Whether it has come to a call; also where its record has no room for so many streams and nobody knows."""
         is_full = len(self.orders) == ORDERS and all(self.orders.values())
         return self.orders.get(digest(stream), sequence if is_full else 0) >= sequence
 
 
 @functools.lru_cache(maxsize=4096)
 def digest(stream: str) -> bytes:
-    """A stream's name as the pages have it."""
+    """A stream's name as the records have it."""
     return blake2b(stream.encode(), digest_size=8).digest()
 
 
 class RankState:
-    """One rank's page, which that rank alone writes."""
+    """Record of one rank, which that rank alone writes."""
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("course-board") if hasattr(os, "memfd_create") else -1
+        self.descriptor = os.memfd_create("course-exchange") if hasattr(os, "memfd_create") else -1
         if self.descriptor >= 0:
             os.ftruncate(self.descriptor, SIZE)
         self.memory = mmap.mmap(self.descriptor, SIZE)
@@ -151,7 +151,7 @@ class RankState:
         _STEP.pack_into(self.memory, _STEP_AT, step)
 
     def write_look(self, now: float, progressed_at: float, placed_at: float) -> None:
-        """When the watchdog's thread ran, and what it found."""
+        """Note when the watchdog's thread ran, and what it found."""
         _LOOK.pack_into(self.memory, _LOOK_AT, now, progressed_at, placed_at)
 
     def write_flags(self, state: int, declared: bool, reported: bool) -> None:
@@ -207,8 +207,8 @@ class RankState:
         return start if _SERIAL.unpack_from(self.memory, start)[0] == serial else None
 
 
-def read_page(content: bytes, rank: int, pid: int, host: str, life: Life, now: float) -> RankSnapshot:
-    """What a page says.
+def read_record(content: bytes, rank: int, pid: int, host: str, life: Life, now: float) -> RankSnapshot:
+    """Snapshot of a rank, from its record.
 
     Args:
         content: SIZE bytes.
@@ -216,7 +216,7 @@ def read_page(content: bytes, rank: int, pid: int, host: str, life: Life, now: f
         pid: of its process.
         host: of its machine.
         life: what the kernel says of the process, where it can be asked.
-        now: by the clock of the page's writer.
+        now: by the clock of the record's writer.
     """
     looked_at, progressed_at, placed_at = _LOOK.unpack_from(content, _LOOK_AT)
     state, declared, reported = read_flags(content)
@@ -226,7 +226,7 @@ def read_page(content: bytes, rank: int, pid: int, host: str, life: Life, now: f
     words = _json(content[_WORDS_AT + 4 : _WORDS_AT + 4 + size]) if size else None
     if state == LEFT or (state == FAILED and life != "dead"):
         life = "left" if state == LEFT else "failed"
-    elif declared and life == "dead":  # its watchdog has ended it, and the page says how it was before
+    elif declared and life == "dead":  # its watchdog has ended it, and the record says how it was before
         life = "running"
     progressed_at = max([progressed_at, *(call.at for call in calls[-1:])])
     return RankSnapshot(
@@ -281,7 +281,7 @@ def _call(content: bytes, slot: int) -> Call | None:
 
 
 def _json(text: bytes) -> dict[str, Any] | None:
-    """What was written; None where its writer was at it while the page was copied."""
+    """What was written; None where its writer was at it while the record was copied."""
     try:
         return json.loads(text)
     except ValueError:

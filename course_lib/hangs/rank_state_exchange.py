@@ -1,6 +1,6 @@
-"""How ranks see each other's state, also that of a rank that is stopped or dead.
+"""Exchange of the ranks' states, including those of stopped and dead ranks.
 
-Each rank writes a page: numbers, its last calls, its stacks. On one Linux machine the page is memory that the others
+Each rank writes a record: numbers, its last calls, its stacks. On one Linux machine the record is memory that others
 map (a file without a name: nothing is left to remove when ranks are killed), written in place. To ranks on other
 machines the watchdog's thread posts a copy through the process group's store.
 """
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from course_lib.hangs.liveness import machine, process_state, start_ticks
 from course_lib.hangs.network_bytes import Peers, own_addresses
-from course_lib.hangs.rank_state import RUNNING, SIZE, Life, RankSnapshot, RankState, read_flags, read_page
+from course_lib.hangs.rank_state import RUNNING, SIZE, Life, RankSnapshot, RankState, read_flags, read_record
 from course_lib.torch_names import connected_again
 
 POST_SECONDS = 1.0  # between two posts to ranks on other machines; more where there are more than 16 ranks
@@ -34,7 +34,7 @@ _NOW = struct.Struct("=d")
 
 @dataclass(frozen=True)
 class Identity:
-    """What the others need to know to find a rank's page and to see whether it lives."""
+    """Identity of a rank: what others need to find its record and to see whether it lives."""
 
     pid: int
     started: int
@@ -45,18 +45,18 @@ class Identity:
     """That other machines may know this one by."""
 
     @classmethod
-    def own(cls, page: RankState) -> "Identity":
+    def own(cls, record: RankState) -> "Identity":
         return cls(
             os.getpid(),
             start_ticks(os.getpid()),
             socket.gethostname(),
             machine(),
-            page.descriptor,
+            record.descriptor,
             tuple(own_addresses()),
         )
 
     def map(self) -> mmap.mmap:
-        """Its page.
+        """Its record.
 
         Raises:
             OSError: the process has gone, or is another user's.
@@ -70,7 +70,7 @@ class Identity:
 
 @dataclass
 class _Copy:
-    """What a rank on another machine has posted last."""
+    """Latest copy that a rank on another machine has posted."""
 
     content: bytes
     posted_at: float
@@ -87,7 +87,7 @@ def _ports_of(store: dist.Store) -> set[int]:
 
 
 class RankStateExchange:
-    """All ranks' pages, as one rank sees them.
+    """All ranks' records, as one rank sees them.
 
     The store is used by a thread of its own, which may have to wait for it: rank 0 keeps it, and may be stopped.
 
@@ -99,29 +99,29 @@ class RankStateExchange:
     """
 
     def __init__(self, rank: int, world_size: int, store: dist.Store, prefix: str):
-        self.rank, self.world_size, self.page = rank, world_size, RankState()
-        self._identity = Identity.own(self.page)
+        self.rank, self.world_size, self.record = rank, world_size, RankState()
+        self._identity = Identity.own(self.record)
         self._identities: dict[int, Identity] = {rank: self._identity}
         self._maps: dict[int, mmap.mmap] = {}
         self._copies: dict[int, _Copy] = {}
         self._store, self._prefix, self._closed = store, prefix, threading.Event()
         self._ports = _ports_of(store)
         self._met, self._lost_peer = threading.Event(), False
-        self.thread = threading.Thread(target=self._meet, name="watchdog-board", daemon=True)
+        self.thread = threading.Thread(target=self._meet, name="watchdog-exchange", daemon=True)
         self._post_seconds = max(POST_SECONDS, world_size / 16)
 
     def open(self) -> None:
-        """Wait for the others, for MEET_SECONDS at most: the page of a rank that dies can't be found any more."""
+        """Wait for the others, for MEET_SECONDS at most: the record of a rank that dies can't be found any more."""
         if self.world_size > 1:
             self.thread.start()
             self._met.wait(MEET_SECONDS)
 
     def close(self) -> None:
-        """Stop; the page stays where others have mapped it."""
+        """Stop; the record stays where others have mapped it."""
         self._closed.set()
         if self.thread.is_alive():
             self.thread.join(2 * POST_SECONDS)
-        self.page.close()
+        self.record.close()
 
     def peers(self) -> Peers:
         """Processes of the other ranks on this machine, addresses of those on others, and the store's port."""
@@ -133,7 +133,7 @@ class RankStateExchange:
         )
 
     def is_local(self, rank: int) -> bool:
-        """Whether a rank's page is mapped here."""
+        """Whether a rank's record is mapped here."""
         return rank == self.rank or rank in self._maps
 
     def notice_seconds(self) -> float:
@@ -143,23 +143,23 @@ class RankStateExchange:
 
     def is_alarming(self) -> bool:
         """Whether a rank of this machine died during its training, or any rank has declared a hang. Cheap."""
-        copies = [copy.content for copy in list(self._copies.values())]  # the board's thread adds to them
-        pages: list[mmap.mmap | bytes] = [*self._maps.values(), *copies]
-        return bool(self.dead()) or any(read_flags(page)[1] for page in pages)
+        copies = [copy.content for copy in list(self._copies.values())]  # the exchange's thread adds to them
+        records: list[mmap.mmap | bytes] = [*self._maps.values(), *copies]
+        return bool(self.dead()) or any(read_flags(record)[1] for record in records)
 
-    def sightings(self) -> list[RankSnapshot]:
+    def snapshots(self) -> list[RankSnapshot]:
         """All ranks', by rank."""
-        sightings = [self._sighting(rank) for rank in range(self.world_size)]
-        dead = {rank for peer in sightings for rank in peer.words.get("dead", ())}  # as those on their machines know
-        return [dataclasses.replace(peer, life="dead") if peer.rank in dead else peer for peer in sightings]
+        snapshots = [self._snapshot(rank) for rank in range(self.world_size)]
+        dead = {rank for peer in snapshots for rank in peer.words.get("dead", ())}  # as those on their machines know
+        return [dataclasses.replace(peer, life="dead") if peer.rank in dead else peer for peer in snapshots]
 
     def dead(self) -> list[int]:
         """Ranks of this machine that died during their training, and not because their watchdog ended them."""
         # The kernel is asked before the flags: a rank says that it leaves, and then ends.
         return [
             rank
-            for rank, page in list(self._maps.items())
-            if self._life(rank) == "dead" and read_flags(page)[:2] == (RUNNING, False)
+            for rank, record in list(self._maps.items())
+            if self._life(rank) == "dead" and read_flags(record)[:2] == (RUNNING, False)
         ]
 
     def _life(self, rank: int) -> Life:
@@ -169,7 +169,7 @@ class RankStateExchange:
         return process_state(self._identities[rank].pid, self._identities[rank].started)
 
     def _meet(self) -> None:
-        """Find the others' pages, and exchange copies with those on other machines, until closed."""
+        """Find the others' records, and exchange copies with those on other machines, until closed."""
         try:
             store: Any = connected_again(self._store, self._prefix)
             store.set(f"identity/{self.rank}", json.dumps(dataclasses.asdict(self._identity)))
@@ -197,30 +197,30 @@ class RankStateExchange:
         for rank in set(range(self.world_size)) - set(self._identities):
             if store.check([f"identity/{rank}"]):
                 identity = Identity(**json.loads(store.get(f"identity/{rank}")))
-                self._identities[rank] = identity  # before its page, by which the watchdog's thread comes here
+                self._identities[rank] = identity  # before its record, by which the watchdog's thread comes here
                 if identity.machine and identity.machine == self._identity.machine:
                     with contextlib.suppress(OSError):  # it has gone already, or is another user's: by its copy, then
                         self._maps[rank] = identity.map()
 
     def _exchange(self, store: Any, others: list[int]) -> None:
-        store.set(f"page/{self.rank}", _NOW.pack(time.monotonic()) + zlib.compress(self.page.memory[:], 1))
+        store.set(f"record/{self.rank}", _NOW.pack(time.monotonic()) + zlib.compress(self.record.memory[:], 1))
         for rank in others:
-            if store.check([f"page/{rank}"]):
-                posted = store.get(f"page/{rank}")
+            if store.check([f"record/{rank}"]):
+                posted = store.get(f"record/{rank}")
                 at = _NOW.unpack_from(posted)[0]
                 if rank not in self._copies or self._copies[rank].posted_at != at:
                     content = zlib.decompress(posted[_NOW.size :])
                     self._copies[rank] = _Copy(content, at, time.monotonic() - at)
 
-    def _sighting(self, rank: int) -> RankSnapshot:
+    def _snapshot(self, rank: int) -> RankSnapshot:
         identity = self._identities.get(rank)
         if identity is None:
             return RankSnapshot(rank)
         known, life = (rank, identity.pid, identity.host), self._life(rank)
         if self.is_local(rank):
-            return read_page(self._maps.get(rank, self.page.memory)[:], *known, life, time.monotonic())
+            return read_record(self._maps.get(rank, self.record.memory)[:], *known, life, time.monotonic())
         if copy := self._copies.get(rank):
-            seen = read_page(copy.content, *known, life, time.monotonic() - copy.ahead)
+            seen = read_record(copy.content, *known, life, time.monotonic() - copy.ahead)
             if seen.life == "running" and seen.silent > 3 * self._post_seconds:
                 is_silent = self._lost_peer or seen.silent > SILENT_SECONDS + 3 * self._post_seconds
                 return dataclasses.replace(seen, life="silent" if is_silent else "late")

@@ -1,4 +1,4 @@
-"""What a watchdog leaves behind: who was to blame, every rank's state, and the stacks."""
+"""Report of a watchdog: the ranks that caused the hang, every rank's state, and the stacks."""
 
 import dataclasses
 import json
@@ -86,7 +86,7 @@ class ReportedRank:
 
 @dataclass(frozen=True)
 class HangReport:
-    """What one rank wrote.
+    """Report that one rank wrote.
 
     Attributes:
         rank: who wrote it.
@@ -112,31 +112,31 @@ class HangReport:
         )
         return f"{said}; NCCL reports {self.backend_error}" if self.backend_error else said
 
-    def write(self, folder: Path, sightings: Sequence[RankSnapshot], backend: Any = None) -> None:
+    def write(self, folder: Path, snapshots: Sequence[RankSnapshot], backend: Any = None) -> None:
         """Write ``hang-rank{R}.txt`` and ``.json``.
 
         Args:
             folder: where; it is made if need be.
-            sightings: for each rank's last calls.
+            snapshots: for each rank's last calls.
             backend: what the backends' own flight recorders hold, or None.
         Raises:
             OSError: they cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         content = dataclasses.asdict(self) | {
-            "calls": {seen.rank: [dataclasses.asdict(call) for call in seen.calls] for seen in sightings},
+            "calls": {seen.rank: [dataclasses.asdict(call) for call in seen.calls] for seen in snapshots},
             "backend": backend,
         }
         write_text(folder / f"hang-rank{self.rank}.json", json.dumps(content, indent=1) + "\n")
-        write_text(folder / f"hang-rank{self.rank}.txt", self._text(sightings))
+        write_text(folder / f"hang-rank{self.rank}.txt", self._text(snapshots))
 
-    def _text(self, sightings: Sequence[RankSnapshot]) -> str:
+    def _text(self, snapshots: Sequence[RankSnapshot]) -> str:
         lines = [f"Hang, as rank {self.rank} saw it after {self.seconds:.1f} s without progress", ""]
         lines += [verdict.sentence for verdict in self.verdicts] or [self.summary]
         if self.backend_error and self.verdicts:
             lines.append(f"NCCL reports {self.backend_error}")
         lines += ["", "rank  step  last collective"]
-        for seen in sightings:
+        for seen in snapshots:
             file, line = place(seen)
             shown = "none"
             if seen.calls:

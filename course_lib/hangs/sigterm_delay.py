@@ -11,10 +11,10 @@ import threading
 import time
 from types import FrameType
 
-_active: "Reprieve | None" = None
+_active: "SigtermDelay | None" = None
 
 
-class Reprieve:
+class SigtermDelay:
     """Holds SIGTERM back while it is in force; where something else handles the signal, it leaves it alone.
 
     That may also begin to handle it later: a script that saves a checkpoint then.
@@ -65,7 +65,7 @@ class Reprieve:
 
 
 def _wait(number: int, frame: FrameType | None) -> None:
-    """The handler: whoever holds the reprieve ends the process."""
+    """The handler: whoever holds the delay ends the process."""
 
 
 def _in_child() -> None:

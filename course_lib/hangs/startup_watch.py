@@ -35,7 +35,7 @@ UNSEEN_FACTOR = 10
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank says of itself.
+    """A rank's note about itself.
 
     Attributes:
         pid: of its process.

@@ -1,4 +1,4 @@
-"""Which frame of a stack is the user's code: that, and not torch's or ours, is where a rank is said to be.
+"""Frames of a stack that are the user's code, not torch's or ours: the place that a report names.
 
 Nothing here imports torch.
 """
@@ -26,7 +26,7 @@ Place = tuple[str | None, int | None]
 
 
 class _Nearness(dict[str, int]):
-    """How near to the user a module is, found out once: 0 torch's and ours, 1 of an installed package, 2 the user's."""
+    """Distance of a module from the user: 0 torch's and ours, 1 of an installed package, 2 the user's; cached."""
 
     def __missing__(self, module: str) -> int:
         package = module.partition(".")[0]
@@ -43,7 +43,7 @@ _nearness = _Nearness()
 
 
 def nearness(frame: FrameType) -> int:
-    """How near to the user a frame's code is, from 0 to 2; 0 where it is in no file that can be shown."""
+    """Distance of a frame's code from the user's, from 0 to 2; 0 where it is in no file that can be shown."""
     return 0 if frame.f_code.co_filename.startswith("<") else _nearness[frame.f_globals.get("__name__", "")]
 
 

@@ -42,7 +42,7 @@ from course_lib.hangs.liveness import Activity
 from course_lib.hangs.rank_state import FAILED, LEFT, RUNNING, RankSnapshot
 from course_lib.hangs.rank_state_exchange import RankStateExchange
 from course_lib.hangs.report import HangReport, ReportedRank, read_reports
-from course_lib.hangs.sigterm_delay import Reprieve
+from course_lib.hangs.sigterm_delay import SigtermDelay
 from course_lib.launching.rank_process import is_consequence
 
 __all__ = ["Culprit", "HangReport", "ReportedRank", "Watchdog", "read_reports"]
@@ -88,7 +88,7 @@ class Watchdog:
         self._state, self._declared = RUNNING, False
         self._error: BaseException | None = None  # that ended the block
         self._error_of_backend: str | None = None
-        self._reprieve, self._holds_sigterm = Reprieve(), holds_sigterm
+        self._sigterm_delay, self._holds_sigterm = SigtermDelay(), holds_sigterm
 
     def __enter__(self) -> "Watchdog":
         Watchdog._entered += 1  # alike on every rank
@@ -98,25 +98,28 @@ class Watchdog:
         else:
             rank, world_size, store = 0, 1, dist.HashStore()
         self.rank = rank
-        self._board = RankStateExchange(rank, world_size, store, f"course/watchdog/{Watchdog._entered}")
-        self._recorder = FlightRecorder(self._board.page)
+        self._exchange = RankStateExchange(rank, world_size, store, f"course/watchdog/{Watchdog._entered}")
+        self._recorder = FlightRecorder(self._exchange.record)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._activity, self._entered_at = Activity((self._thread, self._board.thread), self._board.peers), time.time()
+        self._activity, self._entered_at = (
+            Activity((self._thread, self._exchange.thread), self._exchange.peers),
+            time.time(),
+        )
         self._looked = self._measured = self._progressed = self._moved = time.monotonic()
         self._mark: tuple[int, int] = (0, 0)
         self._position = 0
         self._look()
         self._recorder.start()
         if self._holds_sigterm:
-            self._reprieve.start()
-        self._board.open()
+            self._sigterm_delay.start()
+        self._exchange.open()
         self._thread.start()
         return self
 
     def beat(self, step: int) -> None:
         """Say that a step is done."""
         self._recorder.step = step
-        self._board.page.write_step(step + 1)
+        self._exchange.record.write_step(step + 1)
         self._beats += 1
 
     def __exit__(
@@ -136,16 +139,16 @@ class Watchdog:
             file, line = self._place()
             self._say(error=f"{type(error).__name__}: {error}".splitlines()[0] + f" at {file}:{line}")
         self._write_flags()
-        self._board.close()
+        self._exchange.close()
         self._recorder.stop()
-        self._reprieve.stop()
+        self._sigterm_delay.stop()
 
     # The thread.
 
     def _watch(self) -> None:
         deadline, judged_at = float("inf"), 0.0
         while not self._leaving.wait(LOOK_SECONDS):
-            if self._reprieve.seconds() > ANSWER_SECONDS:  # nobody has died: it was meant for this rank
+            if self._sigterm_delay.seconds() > ANSWER_SECONDS:  # nobody has died: it was meant for this rank
                 os._exit(128 + signal.SIGTERM)
             if self._declared:
                 continue
@@ -154,10 +157,10 @@ class Watchdog:
             if self._error_of_backend is None and torch.cuda.is_initialized():
                 self._error_of_backend = backend_error()
             if (self._lost_peer.is_set() or self._error_of_backend) and deadline == float("inf"):
-                deadline = now + self._board.notice_seconds()
-            is_hanging = now > deadline or self._board.is_alarming()
+                deadline = now + self._exchange.notice_seconds()
+            is_hanging = now > deadline or self._exchange.is_alarming()
             if not is_hanging and now - self._progressed >= self.seconds and now - judged_at > JUDGE_SECONDS:
-                judged_at, is_hanging = now, is_hang(self._board.sightings(), self.rank, self.seconds)
+                judged_at, is_hanging = now, is_hang(self._exchange.snapshots(), self.rank, self.seconds)
             if is_hanging:
                 self._report()
 
@@ -171,12 +174,12 @@ class Watchdog:
         ended, mark = not self._error_of_backend and self._recorder.look(), (self._recorder.serial, self._beats)
         if ended or mark != self._mark:
             self._progressed = self._moved = now
-            self._board.page.write_spins(False)
+            self._exchange.record.write_spins(False)
         elif now - max(self._moved, self._measured) > min(MEASURE_SECONDS, self.seconds / 10):
             self._look_at_work(now)
         self._looked, self._mark = now, mark
         self._say()
-        self._board.page.write_look(now, self._progressed, now)
+        self._exchange.record.write_look(now, self._progressed, now)
 
     def _look_at_work(self, now: float) -> None:
         """Count what is no collective as progress, too: work, for as long as that may take."""
@@ -184,7 +187,7 @@ class Watchdog:
         # In CUDA's hands a thread spins, whether the GPU works or waits for another (cudaDeviceScheduleAuto).
         stands = torch.cuda.is_initialized() and position == self._position
         is_busy, is_first = self._activity.is_busy(stands), self._measured < self._moved
-        self._board.page.write_spins(stands and self._activity.main_spins)
+        self._exchange.record.write_spins(stands and self._activity.main_spins)
         is_in_time = now - self._moved < BUSY_FACTOR * self.seconds
         works = is_busy and is_in_time and not is_first and not self._recorder.is_waiting
         if works or self._recorder.is_debugged():  # whoever looks at a rank may take their time
@@ -202,35 +205,35 @@ class Watchdog:
 
     def _say(self, **words: Any) -> None:
         file, line = self._place()
-        self._board.page.write_words({"file": file, "line": line, **words})
+        self._exchange.record.write_words({"file": file, "line": line, **words})
 
     def _write_flags(self, reported: bool = False) -> None:
-        self._board.page.write_flags(self._state, self._declared, reported)
+        self._exchange.record.write_flags(self._state, self._declared, reported)
 
     def _report(self) -> None:
         """Report, together with all ranks that answer, and end."""
         self._declared = True
-        self._say(stacks=self._stacks(), dead=self._board.dead())
+        self._say(stacks=self._stacks(), dead=self._exchange.dead())
         self._write_flags()
-        sightings = self._wait_for(lambda peer: "stacks" in peer.words, ANSWER_SECONDS)
-        answering = [peer.rank for peer in sightings if peer.life == "running" and "stacks" in peer.words]
+        snapshots = self._wait_for(lambda peer: "stacks" in peer.words, ANSWER_SECONDS)
+        answering = [peer.rank for peer in snapshots if peer.life == "running" and "stacks" in peer.words]
         stacks = "\n".join(
-            f"--- rank {peer.rank} ---\n{peer.words.get('stacks') or f'none: it is {peer.life}'}" for peer in sightings
+            f"--- rank {peer.rank} ---\n{peer.words.get('stacks') or f'none: it is {peer.life}'}" for peer in snapshots
         )
         report = HangReport(
             self.rank,
-            sightings[self.rank].stalled,
-            diagnose(sightings),
-            tuple(map(ReportedRank.of, sightings)),
+            snapshots[self.rank].stalled,
+            diagnose(snapshots),
+            tuple(map(ReportedRank.of, snapshots)),
             stacks,
             self._error_of_backend,
         )
         line = f"watchdog: {report.summary}. The ranks' reports: {self.folder}/hang-rank*.txt\n"
         try:
             self._remove_old_reports()
-            report.write(self.folder, sightings)
+            report.write(self.folder, snapshots)
             if records := backend_records():  # to read NCCL's asks its events, which have been seen to hang
-                report.write(self.folder, sightings, records)
+                report.write(self.folder, snapshots, records)
         except OSError as error:  # such as a full disk, which may be why they hang
             line = f"watchdog: {report.summary}. No report in {self.folder}: {error.strerror}\n"
         self._write_flags(reported=True)
@@ -238,16 +241,16 @@ class Watchdog:
             below_a_bar = "\n" if os.isatty(2) else ""
             os.write(2, (below_a_bar + line).encode())
         if self.ends:
-            self._end(answering, sightings)
+            self._end(answering, snapshots)
         self._reported.set()
 
     def _wait_for(self, has_answered: Callable[[RankSnapshot], bool], seconds: float) -> list[RankSnapshot]:
-        """The sightings once every rank that runs has answered, or has had the time for it."""
+        """The snapshots once every rank that runs has answered, or has had the time for it."""
         until = time.monotonic() + seconds
         while True:
-            sightings = self._board.sightings()
-            if all(has_answered(peer) for peer in sightings if peer.life == "running") or time.monotonic() > until:
-                return sightings
+            snapshots = self._exchange.snapshots()
+            if all(has_answered(peer) for peer in snapshots if peer.life == "running") or time.monotonic() > until:
+                return snapshots
             time.sleep(LOOK_SECONDS / 4)
 
     def _remove_old_reports(self) -> None:
@@ -257,15 +260,15 @@ class Watchdog:
                 if path.stat().st_mtime < self._entered_at - 1:
                     path.unlink()
 
-    def _end(self, answering: list[int], sightings: list[RankSnapshot]) -> None:
+    def _end(self, answering: list[int], snapshots: list[RankSnapshot]) -> None:
         """End this process at once, and what could not end itself: its children, and ranks that cannot answer."""
         self._wait_for(lambda peer: peer.reported or peer.rank not in answering, ANSWER_SECONDS)
-        if any(peer.life == "failed" or "error" in peer.words for peer in sightings):
+        if any(peer.life == "failed" or "error" in peer.words for peer in snapshots):
             time.sleep(HELD_BACK_SECONDS)
-        seconds = ANSWER_SECONDS if any(peer.life == "dead" for peer in sightings) else LATE_SECONDS
-        for peer in self._wait_for(lambda peer: peer.declared or not self._board.is_local(peer.rank), seconds):
+        seconds = ANSWER_SECONDS if any(peer.life == "dead" for peer in snapshots) else LATE_SECONDS
+        for peer in self._wait_for(lambda peer: peer.declared or not self._exchange.is_local(peer.rank), seconds):
             is_lost = peer.life == "stopped" or (peer.life == "running" and not peer.declared)
-            if is_lost and self._board.is_local(peer.rank):
+            if is_lost and self._exchange.is_local(peer.rank):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(peer.pid, signal.SIGKILL)
         for child in multiprocessing.active_children():

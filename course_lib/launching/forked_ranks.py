@@ -32,7 +32,7 @@ OTHERS_END = 30.0
 
 @dataclass
 class RanksEnded:
-    """How the ranks of a command ended.
+    """End of a command's ranks.
 
     Attributes:
         signal: the first that this process got and passed on, else None.

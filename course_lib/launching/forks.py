@@ -84,7 +84,7 @@ def from_server() -> bool:
 
 
 def why_not_fork(device: str) -> str:
-    """Why a process forked from this one could not train on a device; empty where it can. With GPUs here, one tries."""
+    """Reason why a process forked here could not train on a device; empty where it can. With GPUs here, one tries."""
     if libraries := openmp.unending():
         return f"threads of {', '.join(libraries)} cannot be ended before a fork"
     if not accelerators():

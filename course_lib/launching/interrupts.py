@@ -55,7 +55,7 @@ class StopRequest:
 
 
 def exit_code(votes: int) -> int:
-    """What the ranks end with: 0 where none was asked to, 130 after Ctrl-C alone, else EXIT_RESUME.
+    """Exit code of the ranks: 0 where none was asked to end, 130 after Ctrl-C alone, else EXIT_RESUME.
 
     Args:
         votes: sum of the ranks' :attr:`StopRequest.vote`.

@@ -1,4 +1,4 @@
-"""Which ranks a launcher started, by the environment that it left, and whether they are those that were asked for."""
+"""Ranks that a launcher started, by the environment it left, and whether they are those asked for."""
 
 import contextlib
 import errno
@@ -106,7 +106,7 @@ def check_loopback() -> None:
 
 
 def to_start(ranks: LaunchEnvironment, num_processes: int | None) -> int:
-    """How many ranks this process has to start itself: 0 to join those that are there.
+    """Number of ranks that this process has to start itself: 0 to join those that are there.
 
     Args:
         ranks: what was discovered.

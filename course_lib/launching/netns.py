@@ -81,7 +81,7 @@ def loopback_bytes() -> int:
 
 
 def not_private() -> str:
-    """Why the counters may count others' bytes too; empty within `in_own_network`."""
+    """Reason why the counters may count others' bytes too; empty within `in_own_network`."""
     if not NAMESPACE.exists():
         return f"no network namespaces on {sys.platform}"
     if os.environ.get(MARK) != os.readlink(NAMESPACE):

@@ -1,4 +1,4 @@
-"""What the fork server imports before it serves, so that its processes find it there (`course_lib.launching.forks`)."""
+"""Modules that the fork server imports before it serves, for its processes (`course_lib.launching.forks`)."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""What runs inside a rank: its set-up, the function, and the report of how it went.
+"""Main function of a rank's process: set-up, the function, and a report of how it went.
 
 A rank takes its output, its signals and its exit handlers away from the caller, says that it has started, waits for
 a byte, runs the function, reports the outcome, waits for a second byte and ends. Waiting at the end keeps its
@@ -89,7 +89,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class RankJob:
-    """What each rank is to do; called with the rank, in the rank's own process."""
+    """Job of each rank; called with the rank, in the rank's own process."""
 
     call: Callable[[], Any] | Parcel
     """The call to make; a parcel where the process does not inherit the caller's memory."""

@@ -1,4 +1,4 @@
-"""What watches over ranks from outside: reads their pipes, finds the first cause of a failure, and ends them all."""
+"""Supervisor of ranks: reads their pipes, finds the first cause of a failure, and ends them all."""
 
 import contextlib
 import multiprocessing

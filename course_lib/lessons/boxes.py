@@ -1,4 +1,4 @@
-"""How the lessons' boxes look: a word, a colour and a left edge for each kind of number."""
+"""Boxes of the lessons: a word, a colour and a left edge for each kind of number."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ def with_unit(value: Any, unit: str) -> str:
 
 
 def phrase(name: str, label: str | None) -> str:
-    """What stands in a box for a name."""
+    """Words of a box for a name."""
     return label or name.replace("_", " ")
 
 
@@ -66,7 +66,7 @@ def labelled(choices: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Any
 
 
 def compared(value: Any, expected: Any, word: str = "the prediction", choices: Sequence[Any] = ()) -> str:
-    """How a value lies to what was expected: the ratio, or the distance from 0, or whether it was the right choice.
+    """Compare a value with the expected one: the ratio, or the distance from 0, or whether it was the right choice.
 
     Args:
         value: a number, a truth value or words.

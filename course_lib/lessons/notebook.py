@@ -1,4 +1,4 @@
-"""What the notebooks share: questions, predictions beside measurements, recorded claims, boxes, shown source.
+"""Kit of the notebooks: questions, predictions beside measurements, recorded claims, boxes, shown source.
 
 A claim is recorded under a name and travels in the notebook's own outputs, so that a test reads
 what a cell measured rather than trusting what the prose says.
@@ -32,7 +32,7 @@ How: TypeAlias = Literal["measured", "computed", "simulated", "published"]
 
 @dataclass
 class Prediction:
-    """What the author expects under a name, and the learner's question, where one was asked."""
+    """The author's expectation under a name, and the learner's question, where one was asked."""
 
     value: Any
     label: str

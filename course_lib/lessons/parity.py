@@ -137,7 +137,7 @@ def sizes(options: Mapping[str, Any]) -> list[int]:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one run left: the loss of every step (nats per token), the gradient norms, the final weights."""
+    """Trace of one run: the loss of every step (nats per token), the gradient norms, the final weights."""
 
     losses: list[float]
     norms: list[float]

@@ -27,7 +27,7 @@ class Answers:
         self.file, self.lesson = file, lesson or ""
 
     def entry(self, name: str) -> dict[str, Any] | None:
-        """What was kept under a name, or None; a damaged file is kept aside and said in one line."""
+        """Entry that was kept under a name, or None; a damaged file is kept aside and said in one line."""
         if not self.lesson:
             return None
         try:
@@ -164,7 +164,7 @@ def question_html(ask: str) -> str:
 
 
 def label_of(value: Any, choices: dict[str, Any]) -> Any:
-    """What the learner reads for a value: its choice's label, else itself."""
+    """Text that the learner reads for a value: its choice's label, else itself."""
     return next((label for label, choice in choices.items() if choice == value and type(choice) is type(value)), value)
 
 

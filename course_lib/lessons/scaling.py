@@ -1,4 +1,4 @@
-"""How a training scales: its time, throughput and efficiency against the number of processes, measured here."""
+"""Scaling of a training: time, throughput and efficiency against the number of processes, measured here."""
 
 import json
 from collections.abc import Callable, Sequence

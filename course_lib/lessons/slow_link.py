@@ -14,7 +14,7 @@ from course_lib.parallel.sharded_unit import Reduction
 
 @dataclass(frozen=True)
 class Link:
-    """What a rank sends over.
+    """A simulated link that a rank sends over.
 
     Attributes:
         latency: seconds of a collective before its first byte.
@@ -55,7 +55,7 @@ class LinkTimeline:
 def timeline(
     blocks: int, forward: float, gather: float, reduce: float, prefetch: bool, root: float = 0.0
 ) -> LinkTimeline:
-    """What a step takes if a block's backward computes twice as long as its forward, and the root not at all.
+    """Time line of a step if a block's backward computes twice as long as its forward, and the root not at all.
 
     The order is that of :class:`course_lib.parallel.sharded_module.ShardedModule`: with prefetch, a gather begins when
     the block before it does; one reduce-scatter runs while the next block computes.
@@ -130,7 +130,7 @@ class Lane:
     spans: list[tuple[float, float]] = field(default_factory=list)
 
     def send(self, size: float) -> float:
-        """When a message that is asked for now will be there."""
+        """Time at which a message that is asked for now will be there."""
         self.free_at = max(time.perf_counter(), self.free_at) + self.link.seconds(size)
         return self.free_at
 

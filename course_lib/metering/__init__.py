@@ -1,1 +1,1 @@
-"""What moved, what stayed, and when: collectives, memory and time of each rank."""
+"""Meters of collectives, memory and time on each rank."""

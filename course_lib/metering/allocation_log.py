@@ -192,7 +192,7 @@ class AllocationLog(TorchDispatchMode):
         self._from = len(self._events), len(self._issued)
 
     def stop(self) -> None:
-        """What comes later is not noted."""
+        """Note nothing that comes later."""
         self._to = len(self._events), len(self._issued)
 
     def exchanges(self) -> list[CollectiveRecord]:

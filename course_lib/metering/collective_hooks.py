@@ -80,7 +80,7 @@ INPUTS = {
 
 
 class Listener(Protocol):
-    """Who looks. Each method may be called on any thread."""
+    """Observer of collectives. Each method may be called on any thread."""
 
     def issuing(self, operator: str, args: Sequence[Any]) -> Any:
         """Before a collective is passed on; what it returns is handed to `issued`."""
@@ -99,7 +99,7 @@ class Listener(Protocol):
 
 
 class _Batch(threading.local):
-    """What this thread has issued since it began a batch."""
+    """Calls that this thread has issued since it began a batch."""
 
     number = 0
     """From 1; 0 outside of one."""

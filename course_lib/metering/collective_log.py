@@ -257,7 +257,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def device_of(values: Sequence[Any]) -> torch.device:
-    """Where the first tensor of a call lies."""
+    """Device of the first tensor of a call."""
     return next(_tensors(list(values))).device
 
 

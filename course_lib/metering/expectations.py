@@ -1,4 +1,4 @@
-"""What a test of an engine expects of its collectives: which, how many, how many bytes, over which axis, in what order.
+"""Expected collectives of an engine, for tests: kinds, counts, bytes, axes and order.
 
 For pytest, whose fixture ``ranks`` (:mod:`course_lib.pytest_plugin`) gives what each of several ranks did; a
 :class:`~course_lib.metering.meter.Meter` of one's own will do, too.
@@ -20,7 +20,7 @@ from course_lib.metering.meter import Meter
 
 @dataclass(frozen=True)
 class OnRank:
-    """What a function did on one rank.
+    """Observations of a function on one rank.
 
     Attributes:
         value: that it returned.

@@ -18,7 +18,7 @@ def united(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def common(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """What two disjoint ordered lists have in common, in one pass over both."""
+    """Intersection of two disjoint ordered lists, in one pass over both."""
     shared, i, j = [], 0, 0
     while i < len(left) and j < len(right):
         start, end = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])

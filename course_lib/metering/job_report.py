@@ -1,4 +1,4 @@
-"""What all ranks of a job wrote (:mod:`~course_lib.metering.job_log`), on one clock: bytes, waits, memory."""
+"""Report over all ranks of a job (:mod:`~course_lib.metering.job_log`), on one clock: bytes, waits, memory."""
 
 import json
 import statistics
@@ -76,7 +76,7 @@ class RankLog:
 
 @dataclass(frozen=True)
 class Wait:
-    """How long a rank was in a collective before the last of its ranks came.
+    """Time that a rank was in a collective before the last of its ranks came.
 
     Attributes:
         rank: who came earlier.
@@ -182,7 +182,7 @@ def _numbered(log: RankLog) -> Iterator[tuple[Any, Call]]:
 
 
 def waits(logs: Sequence[RankLog]) -> list[Wait]:
-    """Who came to a collective before the last did, and to a receive before the sender."""
+    """Waits of those who came to a collective before the last did, and to a receive before the sender."""
     meetings: dict[Any, list[tuple[int, Call]]] = defaultdict(list)
     for log in logs:
         for key, call in _numbered(log):

@@ -11,7 +11,7 @@ from course_lib.metering.job_report import RankLog
 
 
 class Timed(Protocol):
-    """Has a begin and, where it ended, an end, in seconds."""
+    """Has a start and, where it ended, an end, in seconds."""
 
     @property
     def start(self) -> float: ...

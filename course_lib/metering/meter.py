@@ -1,4 +1,4 @@
-"""What moved, what stayed, and when: collectives, bytes resident by kind, and a timeline, on each rank."""
+"""Meter of one rank: collectives, bytes resident by kind, and a timeline."""
 
 import contextlib
 import math
@@ -127,7 +127,7 @@ class Meter:
         return sum(record.bytes for record in self.collectives if record.name == name)
 
     def count(self, name: str) -> int:
-        """How many collectives of one name there were."""
+        """Number of collectives of one name."""
         return sum(record.name == name for record in self.collectives)
 
     def table(self) -> list[dict[str, Any]]:

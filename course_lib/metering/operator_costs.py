@@ -1,4 +1,4 @@
-"""What one call of an operator has to do: its FLOPs, and the bytes that go in and come out.
+"""Cost of one call of an operator: its FLOPs, and the bytes that go in and come out.
 
 The rules stand at :class:`course_lib.metering.operators.OperatorCounter`.
 """

@@ -231,7 +231,7 @@ def _has_kernel(func: Any, device: str) -> bool:
 
 
 def _wait(func: Any, result: Any) -> None:
-    """Wait for a collective that was issued, but for messages, whose peer may wait for another one first."""
+    """Wait for a collective that was issued, except for messages, whose peer may wait for another one first."""
     if func._schema.name.partition("::")[2] in ("send", "recv_", "recv_any_source_"):
         return
     boxed = result[-1] if isinstance(result, tuple) else result

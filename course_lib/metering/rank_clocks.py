@@ -14,7 +14,7 @@ ROUNDS = 50
 
 
 class Offset(NamedTuple):
-    """What to take off a rank's clock to have rank 0's."""
+    """Seconds to take off a rank's clock to have rank 0's."""
 
     seconds: float
     error: float

@@ -1,4 +1,4 @@
-"""What some ranks did, line by line and call by call, on one clock: recorded on real ranks, kept as one JSON file.
+"""Recording of some ranks, line by line and call by call, on one clock, kept as one JSON file.
 
 A recording is a dictionary that JSON can hold; all times are whole microseconds from its beginning:
 

@@ -77,7 +77,7 @@ def trace(recording: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lines(recording: Mapping[str, Any], rank: int) -> Iterator[tuple[str, int, int]]:
-    """Each stretch that a rank spends in a line: the line, its begin and its end."""
+    """Each stretch that a rank spends in a line: the line, its start and its end."""
     lane = recording["ranks"][rank]
     ends = [line[0] for line in lane["lines"][1:]] + [lane["end"]["at"]]
     for (start, place, number), end in zip(lane["lines"], ends, strict=True):

@@ -22,12 +22,12 @@ class Residency:
     """The storages of a model, its gradients, its optimizer and its communication, and what autograd saved.
 
     Parameters and gradients are those of the module and of the optimizer; a tensor that the optimizer updates
-    and that is no parameter of the module (a piece, an fp32 master) counts under optimizer states, as do all
+    and that is no parameter of the module (a shard, an fp32 master) counts under optimizer states, as do all
     tensors of its state, step counters too. A tensor handed to a collective that is nothing else is a
     communication buffer. An engine that knows better hands in ``resident``, which decides on these four kinds.
-    Activations are what autograd saved for backward, but for parameters, module buffers and inputs, until their
+    Activations are what autograd saved for backward, except for parameters, module buffers and inputs, until their
     storage is freed; what activation checkpointing computes again within backward is not seen.
-    Of DeepSpeed's ZeRO the averaged gradients of this rank's piece count as gradients, and the buckets in which
+    Of DeepSpeed's ZeRO the averaged gradients of this rank's shard count as gradients, and the buckets in which
     it lays gradients to reduce them (``ipg_buckets``) as communication buffers.
 
     Args:
@@ -63,7 +63,7 @@ class Residency:
         return tensor if tensor.is_leaf else tensor.detach()
 
     def hold_handed_over(self, tensors: list[torch.Tensor]) -> None:
-        """What a collective is given."""
+        """Hold what a collective is given."""
         self.sample()
         if self.resident is None:
             for tensor in tensors:
@@ -110,7 +110,7 @@ class Residency:
 
     def _hold_parameter(self, parameter: nn.Parameter) -> None:
         self.hold(parameter, "parameters")
-        if hasattr(parameter, "ds_tensor"):  # DeepSpeed ZeRO-3: this rank's piece, while the parameter is empty
+        if hasattr(parameter, "ds_tensor"):  # DeepSpeed ZeRO-3: this rank's shard, while the parameter is empty
             self.hold(parameter.ds_tensor, "parameters")
         key = id(parameter)
         if key not in self._parameters:

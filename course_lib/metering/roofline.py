@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured, and which of it bounds an operator: the roofline.
+"""Roofline: the measured limits of this machine, and the one that bounds an operator.
 
 Williams, Waterman and Patterson, Roofline, 2009: an operator of F FLOPs and B bytes takes at least F / peak FLOP/s and
 at least B / memory bandwidth; which is longer goes by its intensity F / B, beside the ridge, peak / bandwidth. Two
@@ -64,7 +64,7 @@ class Peaks:
 
 
 class Bound(NamedTuple):
-    """Which roof an operator is under."""
+    """Roof that an operator is under."""
 
     by: str
     """``compute``, ``memory``, ``launch`` or ``link``."""

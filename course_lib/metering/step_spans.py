@@ -53,7 +53,7 @@ class OperatorSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class RankEvents:
-    """What a profiler saw on one rank, in seconds of its own clock.
+    """Events of a profiler on one rank, in seconds of its own clock.
 
     Attributes:
         rank: its number.
@@ -196,7 +196,7 @@ def phase_at(phases: Sequence[tuple[str, float, float]], moment: float) -> str:
 
 
 def without(whole: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
-    """What is left of a disjoint ordered list."""
+    """Remainder of a disjoint ordered list."""
     left, first = [], 0
     for start, end in whole:
         while first < len(holes) and holes[first][1] <= start:

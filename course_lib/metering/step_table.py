@@ -51,9 +51,9 @@ class Row:
 
 
 def at_tokens(counted: Sequence[tuple[float, Sequence[Operator]]], tokens: float) -> list[Operator]:
-    """What a step of so many tokens costs, by two counted ones: a part that is fixed, as weights, and one that grows.
+    """Cost of a step of so many tokens, by two counted ones: a part that is fixed, as weights, and one that grows.
 
-    A straight line through both, which is exact but for attention, whose work grows with the square of the length.
+    A straight line through both, which is exact except for attention, whose work grows with the square of the length.
 
     Args:
         counted: tokens and operators of two steps; the rows are the second's.
@@ -127,7 +127,7 @@ def _group(phase: str, name: str, kinds: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class RankTable:
-    """What is known of one rank."""
+    """Table of one rank."""
 
     rank: int
     host: str

@@ -1,4 +1,4 @@
-"""Which storages there are, each counted once and while it lives, and what each serves as."""
+"""Live storages, each counted once, with the role of each."""
 
 import contextlib
 import functools

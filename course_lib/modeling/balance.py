@@ -1,4 +1,4 @@
-"""What each unit of a model costs: FLOPs or seconds. How units are then dealt out to stages: dealing.py."""
+"""Cost of each unit of a model, in FLOPs or seconds. dealing.py deals the units out to stages."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

@@ -103,7 +103,7 @@ def check(folder: Path) -> list[Path]:
 
 
 def local_file(path: Path) -> ModelError:
-    """What to say of a file that was given in place of a folder."""
+    """Error for a file that was given in place of a folder."""
     form, instead = OTHER_FORMS.get(path.suffix, ("", ""))
     if form:
         return ModelError(f"{path} is {form}, which is not read here", instead)
@@ -188,7 +188,7 @@ def _refuse_adapter(folder: Path, names: list[str], whole: list[str]) -> None:
 
 
 def adapter(name: str, base: str | None, beside: str = "", is_lora: bool = False) -> ModelError:
-    """What to say of an adapter of PEFT.
+    """Error for an adapter of PEFT.
 
     Args:
         name: of its folder or repository.
@@ -217,8 +217,8 @@ def adapter(name: str, base: str | None, beside: str = "", is_lora: bool = False
 def _refuse_other_forms(folder: Path, names: list[str]) -> None:
     inside = [*names, *(path.name for name in names if (folder / name).is_dir() for path in (folder / name).iterdir())]
     for pattern, what, instead in TRAINING_STATE:
-        if found := next((name for name in inside if pattern.fullmatch(name)), None):
-            raise ModelError(f"{folder} holds {what} ({found}), and no whole model", instead)
+        if file := next((name for name in inside if pattern.fullmatch(name)), None):
+            raise ModelError(f"{folder} holds {what} ({file}), and no whole model", instead)
     for name in names:
         if Path(name).suffix in OTHER_FORMS:
             form, instead = OTHER_FORMS[Path(name).suffix]

@@ -88,7 +88,7 @@ class ContextParallel:
                 f"not every attention of this {config.model_type} is {ATTENTION[config.model_type]}",
                 "leave out --context_parallel_size",
             )
-        drops = next((each for module in own if (each := dropout_of(module))), 0.0)
+        drops = next((drop for module in own if (drop := dropout_of(module))), 0.0)
         if drops:
             raise ConfigError(
                 f"context parallelism has no dropout in attention, and this model's is {drops}",
@@ -100,7 +100,7 @@ class ContextParallel:
         config._attn_implementation = NAME
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """What the model takes of a batch on this rank, and the labels of these tokens.
+        """Inputs of the model for a batch on this rank, and the labels of these tokens.
 
         Args:
             batch: ``input_ids``, ``attention_mask`` and ``labels``, (rows, tokens) int64; where documents share rows,
@@ -140,7 +140,7 @@ def attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in a model's attention, on this rank's tokens.
+    """Attention function that transformers calls in a model, on this rank's tokens.
 
     Args:
         module: whose ``context_parallel`` is set.
@@ -185,7 +185,7 @@ def attention(
 def dropout_of(module: nn.Module) -> float:
     """The probability with which an attention drops its weights in training."""
     held: Any = [getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout", "dropout")]
-    return max(each.p if isinstance(each, nn.Dropout) else float(each) for each in held)
+    return max(drop.p if isinstance(drop, nn.Dropout) else float(drop) for drop in held)
 
 
 def check(config: Any, task: str, ranks: int, way: str, tensor_ranks: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""How to deal units out to stages so that the dearest stage costs least."""
+"""Deals units out to stages so that the most expensive stage costs least."""
 
 import itertools
 from collections.abc import Callable, Sequence

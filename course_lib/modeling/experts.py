@@ -56,14 +56,14 @@ class ExpertParallel:
         assert group is not None
         return {self.model.get_parameter(name): group for name in self.shapes}
 
-    def in_whole(self, name: str, piece: Shard) -> Shard:
-        """A piece of what this rank keeps of a parameter as a run of the whole; of others, as it is.
+    def in_whole(self, name: str, shard: Shard) -> Shard:
+        """A shard of what this rank keeps of a parameter as a run of the whole; of others, as it is.
 
         Args:
             name: of a parameter.
-            piece: a run of the elements of the rank's own tensor.
+            shard: a run of the elements of the rank's own tensor.
         """
         if name not in self.shapes:
-            return piece
+            return shard
         first = self.place * self.shapes[name].numel() // dist.get_world_size(self.groups.sharing)
-        return Shard(self.shapes[name], first + piece.start, piece.data)
+        return Shard(self.shapes[name], first + shard.start, shard.data)

@@ -1,4 +1,4 @@
-"""What a model takes of a batch, and attention masks from what the host knows of its padding.
+"""Inputs that a model takes of a batch, and attention masks from the padding that the host knows.
 
 transformers leaves a mask out where it hides nothing, which lets faster kernels run. To find out, it looks at the
 mask's elements (``padding_mask.all()``, transformers.masking_utils), and on a GPU the host stands still until
@@ -23,12 +23,12 @@ from course_lib.data.collating import Batch
 
 
 def unpadded_rows(batch: Mapping[str, torch.Tensor]) -> tuple[bool, ...] | None:
-    """What a batch of any kind knows of its rows' padding, see :class:`Batch`."""
+    """Rows without padding, as a batch of any kind knows them, see :class:`Batch`."""
     return batch.unpadded if isinstance(batch, Batch) else None
 
 
 def model_inputs(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a model takes of a batch: its tokens with their mask, or with their positions where texts share a row.
+    """Inputs of a model for a batch: its tokens with their mask, or with their positions where texts share a row.
 
     transformers finds the documents of a row by positions that begin anew, where it is given no mask
     (``find_packed_sequence_indices`` of its masking_utils), and hides each from the others. It looks for none where the
@@ -40,7 +40,7 @@ def model_inputs(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class WholeSequences:
-    """What :class:`~course_lib.modeling.context.ContextParallel` is where each rank has all tokens of its rows.
+    """Counterpart of :class:`~course_lib.modeling.context.ContextParallel` where each rank has all tokens of its rows.
 
     Args:
         task: ``classification``, ``causal_lm`` or ``masked_lm``.
@@ -52,7 +52,7 @@ class WholeSequences:
         self.scored_as = task
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """What the model takes, see :func:`model_inputs`, and the labels."""
+        """Inputs of the model, see :func:`model_inputs`, and the labels."""
         return model_inputs(batch), batch["labels"]
 
 

@@ -1,4 +1,4 @@
-"""Where the blocks of known models lie among what comes before and after them."""
+"""Places of the blocks of known models among what comes before and after them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Layout:
-    """Which parts of a base model, by name, come before and after its blocks.
+    """Parts of a base model, by name, that come before and after its blocks.
 
     Attributes:
         embedding: takes the token ids; on later stages it returns what the stage before sent.

@@ -349,11 +349,11 @@ def _tied_names(architecture: PreTrainedConfig) -> dict[str, str]:
     """Names under which heads of the architecture store what they are tied to, with that one's own name."""
     if not getattr(architecture.get_text_config(), "tie_word_embeddings", False):
         return {}
-    found: dict[str, str] = {}
+    tied: dict[str, str] = {}
     for _, classes in HEADS.values():
         if type(architecture) in classes:
-            found |= getattr(classes[type(architecture)], "_tied_weights_keys", None) or {}
-    return found
+            tied |= getattr(classes[type(architecture)], "_tied_weights_keys", None) or {}
+    return tied
 
 
 def _implementation(attention: str) -> str | None:

@@ -199,7 +199,7 @@ def trained_names(model: nn.Module) -> list[str]:
 
 
 def adapter_state(model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """What is trained, in the names of PEFT's files.
+    """Trained weights, in the names of PEFT's files.
 
     Args:
         model: with adapters.

@@ -113,7 +113,7 @@ def base_of(folder: Path) -> tuple[str, str | None, bool]:
 
 
 def kind_of(folder: Path) -> str | None:
-    """What PEFT calls the task of an adapter, of those in ``TASKS``; None where its file does not say."""
+    """Kind of an adapter's task by PEFT's name, of those in ``TASKS``; None where its file does not say."""
     kind = _config(folder).get("task_type")
     return kind if kind in TASKS.values() else None
 

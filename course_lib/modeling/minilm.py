@@ -43,7 +43,7 @@ def find() -> tuple[Path, str]:
 
 
 def local() -> tuple[Path, str] | None:
-    """What :func:`find` finds on this machine, without a network; None where there is nothing.
+    """Model that :func:`find` finds on this machine, without a network; None where there is none.
 
     The package's code is not imported: its folder is all that is asked for.
 

@@ -64,7 +64,7 @@ def quantize(weight: Tensor) -> Tensor:
 
 
 def dequantize(packed: Tensor, shape: torch.Size) -> Tensor:
-    """What :func:`quantize` left of a tensor of that shape, fp32."""
+    """Inverse of :func:`quantize` except for rounding: a tensor of that shape, fp32."""
     blocks = -(-shape.numel() // BLOCK)
     sizes = [blocks * BLOCK // 2, blocks, 4 * -(-blocks // SCALES), 4]
     codes, scales, steps, mean = packed.split(sizes)

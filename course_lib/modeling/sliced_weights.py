@@ -1,8 +1,8 @@
-"""A model that fits on no rank: built without values, then each rank reads its own pieces from files of safetensors.
+"""A model that fits on no rank: built without values, then each rank reads its own shards from files of safetensors.
 
 A rank that loads the whole model, to keep 1/N of it, has its peak there. Here parameters have shapes alone until they
-are sharded, and a piece, which is a run of elements of a flattened tensor, is read from the rows of the file that it
-lies in. Nothing is broadcast, no rank ever has more than its pieces and one unit, and together the ranks read each
+are sharded, and a shard, which is a run of elements of a flattened tensor, is read from the rows of the file that it
+lies in. Nothing is broadcast, no rank ever has more than its shards and one unit, and together the ranks read each
 file about once. torchtitan and Accelerate's ``init_empty_weights`` go the same way.
 """
 
@@ -66,7 +66,7 @@ class SlicedWeights:
 
 
 def build_empty(auto: Any, architecture: Any, **options: Any) -> nn.Module:
-    """A model on the meta device, but for buffers, which no file holds.
+    """A model on the meta device, except for buffers, which no file holds.
 
     Args:
         auto: a class of transformers such as ``AutoModelForCausalLM``.
@@ -79,16 +79,16 @@ def build_empty(auto: Any, architecture: Any, **options: Any) -> nn.Module:
     return model
 
 
-def fill(pieces: Mapping[str, Shard], weights: SlicedWeights, other_names: Mapping[str, str] | None = None) -> None:
-    """Read this rank's pieces, one after another, each into its place.
+def fill(shards: Mapping[str, Shard], weights: SlicedWeights, other_names: Mapping[str, str] | None = None) -> None:
+    """Read this rank's shards, one after another, each into its place.
 
     Args:
-        pieces: by name, as an engine's ``pieces()``.
+        shards: by name, as an engine's ``shards()``.
         weights: where from.
         other_names: under which the files have some, such as that of what a weight is tied to.
     """
-    for name, piece in pieces.items():
-        if piece.data.numel():
+    for name, shard in shards.items():
+        if shard.data.numel():
             stored = (other_names or {}).get(name, name)
             with torch.no_grad():
-                piece.data.copy_(weights.read(stored, piece.start, piece.data.numel()))
+                shard.data.copy_(weights.read(stored, shard.start, shard.data.numel()))

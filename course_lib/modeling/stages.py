@@ -33,7 +33,7 @@ COUNT_FROM_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "
 
 @dataclass(frozen=True)
 class Split:
-    """Where a model is cut.
+    """Places where a model is cut.
 
     Attributes:
         units: ``embeddings``, the names of the blocks, ``head``.
@@ -62,7 +62,7 @@ class Split:
 
     @property
     def excess(self) -> float:
-        """How much more the dearest stage costs than the mean: 0 is even, and a pipeline is as slow as that stage."""
+        """Excess of the dearest stage's cost over the mean: 0 is even, and a pipeline is as slow as that stage."""
         return max(self.stage_costs) * self.stages / sum(self.stage_costs) - 1
 
     def __str__(self) -> str:

@@ -114,9 +114,9 @@ def _look(model: nn.Module, name: str, batch: dict[str, Tensor]) -> tuple[Layout
 
 def _beside(base: nn.Module, stack: str) -> dict[str, nn.Module]:
     """The modules on the way from a base model to its list of blocks that are not on it, by name."""
-    found: dict[str, nn.Module] = {}
+    children: dict[str, nn.Module] = {}
     node, at = base, ""
     for part in stack.split("."):
-        found |= {at + name: child for name, child in node.named_children() if name != part}
+        children |= {at + name: child for name, child in node.named_children() if name != part}
         node, at = node.get_submodule(part), f"{at}{part}."
-    return found
+    return children

@@ -14,7 +14,7 @@ BEFORE = ("module.", "model.", "_forward_module.", "net.")
 def own_names(
     missing: Collection[str], unexpected: Iterable[str], body: str, tied: Mapping[str, str]
 ) -> dict[str, str]:
-    """What to replace in a file's names so that they are the model's; nothing where that would find no weight.
+    """Replacements in a file's names that make them the model's; none where that would find no weight.
 
     Args:
         missing: names of weights that the model has and the file lacks.
@@ -53,7 +53,7 @@ def own_names(
 def misfit(
     missing: Collection[str], unexpected: Collection[str], mismatched: Collection[tuple[Any, ...]], body: str
 ) -> tuple[str, str] | None:
-    """Why a file is not of the model that its config describes, and what to do; None where it is.
+    """Reason why a file is not of the model that its config describes, and the way out; None where it is.
 
     Args:
         missing: see :func:`own_names`.

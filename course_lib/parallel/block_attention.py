@@ -1,4 +1,4 @@
-"""Attention to one block of keys and values, so that blocks can be put together: the pieces of ring attention.
+"""Attention to one block of keys and values, so that blocks can be put together: the parts of ring attention.
 
 A softmax over all keys is the softmaxes over parts of them, each worth its share of the sum of exponentials. So a block
 gives back its output and the logarithm of that sum (:func:`attend`), and :func:`merge` makes one of two. Backward needs
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 class Block(NamedTuple):
-    """What the queries of a block see of its keys.
+    """Keys of a block that its queries see.
 
     Attributes:
         diagonal: query i sees the keys 0 to i; queries and keys are equally many.
@@ -73,7 +73,7 @@ def attend_backward(
     block: Block,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one block adds to the gradients.
+    """Gradients that one block adds.
 
     Args:
         gradient: of the output over all keys, as ``query``.

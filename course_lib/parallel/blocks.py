@@ -1,4 +1,4 @@
-"""Which modules of a transformer are its blocks, and which parameters belong to which.
+"""Blocks of a transformer, and the parameters that belong to each.
 
 A block is the unit that FSDP gathers, activation checkpointing recomputes and a pipeline hands out.
 """

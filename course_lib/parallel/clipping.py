@@ -1,4 +1,4 @@
-"""Clipping by a global norm where each rank holds pieces of the gradient: the two halves that need no communication.
+"""Clipping by a global norm where each rank holds shards of the gradient: the two halves that need no communication.
 
 Between them stands the engine's own all-reduce. Each takes a handful of kernels however many tensors there are;
 one by one, the launches of a transformer's hundred gradients take longer than the work.

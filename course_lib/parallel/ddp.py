@@ -31,7 +31,7 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 
 class ReductionHandle(Protocol):
-    """What waits for a reduction under way: a ``Work`` of torch.distributed, or a ``torch.futures.Future``."""
+    """Handle of a reduction under way: a ``Work`` of torch.distributed, or a ``torch.futures.Future``."""
 
     def wait(self) -> Any: ...
 
@@ -295,7 +295,7 @@ def average_gradients(
 ) -> None:
     """Replace gradients by their mean over a group, in buckets, after the last backward.
 
-    For where backwards come in pieces and none is the last by itself, as in a pipeline; :class:`DataParallel` sends
+    For where backwards come in parts and none is the last by itself, as in a pipeline; :class:`DataParallel` sends
     each bucket as soon as it is full. So none of it hides behind computing: it could in the drain of the pipeline, for
     which schedules would need an action of its own. A collective call: all ranks lack the same gradients.
     """

@@ -45,7 +45,7 @@ def _moved(rows: Tensor, sent: list[int], received: list[int], group: Group) -> 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Where each copy of a token goes; made by :func:`plan`.
+    """Destination of each copy of a token; made by :func:`plan`.
 
     Attributes:
         kept: (copies,) int64, the copies that go anywhere, in the order of their experts: index // tokens is the

@@ -28,7 +28,7 @@ Scoring = Literal["before", "after", "sigmoid"]
 
 @dataclass(frozen=True)
 class Routing:
-    """What the router said of this rank's tokens.
+    """Router's choices for this rank's tokens.
 
     Attributes:
         logits: (tokens, experts), at least float32.

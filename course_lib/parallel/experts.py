@@ -96,7 +96,7 @@ class Experts(nn.Module):
 
 @dataclass(frozen=True)
 class Load:
-    """Who did the work of one forward.
+    """Work of one forward, by expert.
 
     Attributes:
         chosen: (experts,) int64: how often this rank's tokens chose each expert.

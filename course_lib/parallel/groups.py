@@ -1,11 +1,11 @@
-"""What the ranks of a process group need before they use it: a device for its fastest way, and a first meeting."""
+"""Set-up of a process group before its first use: a device for its fastest transport, and a first barrier."""
 
 import torch
 import torch.distributed as dist
 
 
 def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where a tensor has to be for the group's fastest way: the current GPU where it has NCCL, else the CPU."""
+    """Device of a tensor for the group's fastest way: the current GPU where it has NCCL, else the CPU."""
     if "nccl" in dist.get_backend_config(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

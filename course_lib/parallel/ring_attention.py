@@ -36,7 +36,7 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class Sight:
-    """Which keys a query may see.
+    """Keys that a query may see.
 
     Attributes:
         layout: where each rank's tokens are.
@@ -84,7 +84,7 @@ def ring_attention(
         query: (rows, heads, tokens, width), this rank's tokens in the layout's order.
         key: (rows, key heads, tokens, width); the heads are a multiple of the key heads, as in grouped queries.
         value: as ``key``.
-        sight: the same on every rank, but for documents.
+        sight: the same on every rank, except for documents.
         group: whose ranks hold the sequence.
         scale: of the scores; 1 / sqrt(width) by default.
     Returns:
@@ -143,7 +143,7 @@ class Coming:
     sent: Tensor
 
     def arrived(self) -> Tensor:
-        """What the rank before has sent, as soon as it is here."""
+        """Block that the rank before has sent, as soon as it is here."""
         for work in self.works:
             work.wait()
         return self.tensor

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank of context parallelism holds, and what that means for labels and loss.
+"""Layout of a sequence over ranks of context parallelism: each rank's tokens, and their labels and loss.
 
 Contiguous: rank r has the r-th of N equal parts. Under a causal mask it then attends to r parts and half of its own, so
 that the last rank works about 2N times as long as the first. Zigzag cuts 2N chunks and gives rank r chunk r and its
@@ -26,7 +26,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How ``length`` tokens are dealt to ``ranks``.
+    """Distribution of ``length`` tokens over ``ranks``.
 
     Raises:
         ConfigError: the length does not divide into as many chunks.
@@ -84,7 +84,7 @@ class SequenceLayout:
 
 
 def next_tokens(labels: Tensor, documents: Tensor | None = None) -> Tensor:
-    """What each token has to predict, from whole sequences: the label after it, none at the end.
+    """Labels of each token, from whole sequences: the one after it, none at the end.
 
     It is done before sequences are cut. A rank that shifts its own part has no label for its last token, which the next
     rank holds, and with zigzag takes the first of its second chunk for it.

@@ -62,18 +62,18 @@ class ShardedBucket:
         self.filled = start
         dist.broadcast(self.flat, group=group, group_src=0)
 
-        # --- phase 2: cut. This rank's shard, and of each parameter the piece that lies in it, by element: a cut by
+        # --- phase 2: cut. This rank's shard, and of each parameter the run that lies in it, by element: a cut by
         # parameter would give the rank with the embedding far more than its share. ---
         length = self.flat.numel() // self.world  # E / N
         self.local_shard = self.flat[rank * length : (rank + 1) * length]
         self.master = self.local_shard if self.flat.itemsize >= 4 else self.local_shard.float()
-        self.pieces: dict[nn.Parameter, Shard] = {}
+        self.shards: dict[nn.Parameter, Shard] = {}
         self.shard_slices: dict[nn.Parameter, slice] = {}
         for parameter, param_slice in self.param_slices.items():
             first, numel = overlap(param_slice.start, parameter.numel(), rank * length, length)
             begin = param_slice.start + first - rank * length if numel else 0
             self.shard_slices[parameter] = shard_slice = slice(begin, begin + numel)
-            self.pieces[parameter] = Shard(parameter.shape, first, nn.Parameter(self.master[shard_slice]))
+            self.shards[parameter] = Shard(parameter.shape, first, nn.Parameter(self.master[shard_slice]))
         self.gradient: Tensor | None = None
         self.send_buffer: Tensor | None = None
         self.received: Tensor | None = None
@@ -115,15 +115,15 @@ class ShardedBucket:
             self.missing = set(self.param_slices)
 
     def hand_out(self) -> None:
-        """Give the pieces their gradients; none to a parameter that no rank's backward has reached."""
+        """Give the shards their gradients; none to a parameter that no rank's backward has reached."""
         if self.gradient is None:
             return
         parts = {parameter: self.gradient[part] for parameter, part in self.shard_slices.items()}
         doubtful = [parameter for parameter in parts if parameter not in self.used]  # by this rank; by others?
         absent = are_absent([parts[parameter] for parameter in doubtful])
         left_alone = {parameter for parameter, none in zip(doubtful, absent, strict=True) if none}
-        for parameter, piece in self.pieces.items():
-            piece.data.grad = None if parameter in left_alone else parts[parameter]
+        for parameter, shard in self.shards.items():
+            shard.data.grad = None if parameter in left_alone else parts[parameter]
 
     def forget(self, set_to_none: bool = True) -> None:
         """Drop the gradients, whole and reduced, or let them be zeros."""
@@ -134,9 +134,9 @@ class ShardedBucket:
             return
         self.gradient = None
         self.used.clear()
-        for parameter, piece in self.pieces.items():
+        for parameter, shard in self.shards.items():
             take(parameter)
-            piece.data.grad = None
+            shard.data.grad = None
 
     def forget_one(self, parameter: nn.Parameter) -> None:
         """Drop the gradient of one parameter, as if no rank's backward had reached it."""

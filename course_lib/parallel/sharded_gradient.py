@@ -1,12 +1,12 @@
-"""What a parameter has in ``.grad`` under ZeRO and FSDP: a tensor without storage that stands for all ranks' pieces.
+"""Value of a parameter's ``.grad`` under ZeRO and FSDP: a tensor without storage that stands for all ranks' shards.
 
-After a backward the mean gradient of a parameter lies in pieces on N ranks, and ``nn.utils.clip_grad_norm_`` over the
+After a backward the mean gradient of a parameter lies in shards on N ranks, and ``nn.utils.clip_grad_norm_`` over the
 module's parameters would find nothing, and clip nothing. So each parameter is given a tensor of its own shape that
-knows its pieces::
+knows its shards::
 
     nn.utils.clip_grad_norm_     what it calls            what happens
-    norm of each gradient        linalg.vector_norm(g)    this rank's pieces, then one all-reduce for all parameters
-    scale each gradient          g.mul_(factor)           this rank's piece is scaled
+    norm of each gradient        linalg.vector_norm(g)    this rank's shards, then one all-reduce for all parameters
+    scale each gradient          g.mul_(factor)           this rank's shard is scaled
 
 Whoever sets ``.grad`` to None throws the gradient away, as ``module.zero_grad()`` does. Everything else that looks at
 elements, or puts others there, is refused in a line. FSDP2 has its ``DTensor`` there, for the same reason.
@@ -36,7 +36,7 @@ IN_PLACE = {
     aten.clamp_min_.default,
     aten.clamp_max_.default,
 }
-"""What is done to each element by itself, with numbers: a piece is changed as the whole would be."""
+"""What is done to each element by itself, with numbers: a shard is changed as the whole would be."""
 FOREACH = {
     aten._foreach_norm.Scalar: aten.linalg_vector_norm.default,
     aten._foreach_mul_.Tensor: aten.mul_.Tensor,
@@ -99,13 +99,13 @@ class ShardedGradient(Tensor):
                 gradient.owner.change(gradient.of, zero_present_)
                 return gradient
             if operator in IN_PLACE and all(not isinstance(other, Tensor) or other.ndim == 0 for other in others):
-                gradient.owner.change(gradient.of, lambda piece: operator(piece, *args[1:], **given))
+                gradient.owner.change(gradient.of, lambda shard: operator(shard, *args[1:], **given))
                 return gradient
         named = next(a for a in tree_leaves((args, given)) if isinstance(a, cls))
         raise ModelError(
-            f"the gradient of `{named.of}` lies in pieces on all ranks, and {operator} wants its elements",
+            f"the gradient of `{named.of}` lies in shards on all ranks, and {operator} wants its elements",
             "clip with nn.utils.clip_grad_norm_ or engine.clip_grad_norm_, take .norm() of it, or read "
-            "this rank's piece in engine.pieces()[name].data.grad before engine.step()",
+            "this rank's shard in engine.shards()[name].data.grad before engine.step()",
         )
 
 
@@ -114,7 +114,7 @@ class ShardedGradients:
 
     Args:
         names: of the trainable parameters, the same order on every rank.
-        pieces: gives this rank's part of each parameter's mean gradient, reduced if it has not been; None or nothing
+        shards: gives this rank's part of each parameter's mean gradient, reduced if it has not been; None or nothing
             where there is none. Called on every rank.
         pending: whether there are gradients that only a backward outside ``no_sync`` will reduce.
         forget: drops this rank's part of one parameter's gradient.
@@ -124,12 +124,12 @@ class ShardedGradients:
     def __init__(
         self,
         names: Mapping[nn.Parameter, str],
-        pieces: Callable[[], Mapping[nn.Parameter, Tensor | None]],
+        shards: Callable[[], Mapping[nn.Parameter, Tensor | None]],
         pending: Callable[[], bool],
         forget: Callable[[nn.Parameter], None],
         group: dist.ProcessGroup | None,
     ):
-        self.pieces, self.pending, self.forget, self.group = pieces, pending, forget, group
+        self.shards, self.pending, self.forget, self.group = shards, pending, forget, group
         self.parameters = {name: parameter for parameter, name in names.items()}
         self.shown = {parameter: ShardedGradient(self, name, parameter) for parameter, name in names.items()}
         self.dtype = norm_dtype(names)
@@ -151,7 +151,7 @@ class ShardedGradients:
         self._on_show.update(self.shown)
 
     def changed(self) -> None:
-        """The engine has changed the pieces: norms are asked anew."""
+        """The engine has changed the shards: norms are asked anew."""
         self._norms.clear()
 
     def forgotten(self) -> None:
@@ -167,7 +167,7 @@ class ShardedGradients:
         parameter.grad = take(parameter)
 
     def heed(self) -> None:
-        """Before gradients are used or added to: what was done to ``.grad`` while it was on show is done to the pieces.
+        """Before gradients are used or added to: what was done to ``.grad`` while it was on show is done to the shards.
 
         Raises:
             ModelError: another tensor was put there.
@@ -176,7 +176,7 @@ class ShardedGradients:
             shown = self.shown[parameter]
             if parameter.grad is not None:
                 raise ModelError(
-                    f"`.grad` of `{shown.of}` was set to a tensor, and its gradient lies in pieces on all ranks",
+                    f"`.grad` of `{shown.of}` was set to a tensor, and its gradient lies in shards on all ranks",
                     "change it in place by mul_, div_, clamp_ or zero_, or set it to None",
                 )
             self._on_show.discard(parameter)
@@ -187,27 +187,27 @@ class ShardedGradients:
         """Of one parameter's mean gradient over all ranks. All parameters' are reduced together, in the first call."""
         if not order > 0:
             raise ModelError(
-                f"a norm of order {order} cannot be added up from the ranks' pieces", "take an order above 0"
+                f"a norm of order {order} cannot be added up from the ranks' shards", "take an order above 0"
             )
         if name not in self._norms or order != self._order:
             self._order, self._norms = order, self._all_norms(order)
-        # Each is given once: who asks again may have changed the pieces by hand, and gets new ones, on every rank.
+        # Each is given once: who asks again may have changed the shards by hand, and gets new ones, on every rank.
         return self._norms.pop(name)
 
     def _all_norms(self, order: float) -> dict[str, Tensor]:
         device = next(iter(self.parameters.values())).device
-        pieces = self._reduced()
+        shards = self._reduced()
         held = [
-            (at, piece)
+            (at, shard)
             for at, parameter in enumerate(self.shown)
-            if (piece := pieces.get(parameter)) is not None and piece.numel()
+            if (shard := shards.get(parameter)) is not None and shard.numel()
         ]
         norms = torch.zeros(len(self.shown), dtype=self.dtype, device=device)
         if held:
             within = torch.float64 if device.type == "cpu" else self.dtype  # as in `clipping.sum_of_squares`
-            taken = torch._foreach_norm([piece for _, piece in held], order, dtype=within)
+            taken = torch._foreach_norm([shard for _, shard in held], order, dtype=within)
             norms[torch.tensor([at for at, _ in held], device=device)] = torch.stack(taken).to(self.dtype)
-        # Each element is on one rank: powers of the pieces' norms add up to that of the whole.
+        # Each element is on one rank: powers of the shards' norms add up to that of the whole.
         if math.isinf(order):
             dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=self.group)
         else:
@@ -217,24 +217,24 @@ class ShardedGradients:
         return dict(zip(self.parameters, norms.unbind(), strict=True))
 
     def change(self, name: str, update: Callable[[Tensor], Any]) -> None:
-        """Change this rank's piece of one gradient in place."""
-        piece = self._reduced().get(self.parameters[name])
+        """Change this rank's shard of one gradient in place."""
+        shard = self._reduced().get(self.parameters[name])
         self._norms.pop(name, None)
-        if piece is not None and piece.numel():
-            update(piece)
+        if shard is not None and shard.numel():
+            update(shard)
 
     def _reduced(self) -> Mapping[nn.Parameter, Tensor | None]:
-        pieces = self.pieces()
+        shards = self.shards()
         if self.pending():
             raise ModelError(
                 "gradients of a backward within no_sync are this rank's alone, and cannot be clipped",
                 "clip after the backward outside no_sync",
             )
-        return pieces
+        return shards
 
 
 def held(parameter: nn.Parameter) -> Tensor | None:
-    """What this rank holds whole of a parameter's gradient: a plain tensor, or None."""
+    """Gradient of a parameter that this rank holds whole: a plain tensor, or None."""
     gradient = parameter.grad
     return gradient.whole if isinstance(gradient, ShardedGradient) else gradient
 
@@ -259,7 +259,7 @@ def take(parameter: nn.Parameter) -> Tensor | None:
 
 
 def refuse_grad_scaler(optimizer: Optimizer) -> None:
-    """Let the step of a ``torch.amp.GradScaler`` raise: a rank sees overflow in its own pieces alone, and would skip a
+    """Let the step of a ``torch.amp.GradScaler`` raise: a rank sees overflow in its own shards alone, and would skip a
     step that the others make.
 
     The scaler decides by itself whether to call ``optimizer.step()``, unless the optimizer says that it skips steps.
@@ -271,6 +271,6 @@ def refuse_grad_scaler(optimizer: Optimizer) -> None:
 def _refuse_scaled(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     if hasattr(optimizer, "found_inf"):
         raise ConfigError(
-            "a GradScaler looks for overflow in this rank's pieces of the gradients alone",
+            "a GradScaler looks for overflow in this rank's shards of the gradients alone",
             "train in bf16, which needs no scaler, or in fp16 with torch's FSDP2 or DeepSpeed",
         )

@@ -1,4 +1,4 @@
-"""What ZeRO-3 and FSDP share: gather a block's parameters before it computes, free them after, forward and backward.
+"""Base of ZeRO-3 and FSDP: gathers a block's parameters before it computes and frees them after, in both directions.
 
 Each rank keeps 1/N of every parameter, of its gradient and of its optimizer state. Hooks around each block move its
 :class:`~course_lib.parallel.sharded_unit.ShardedUnit` from state to state; the diagram is there. ZeRO-3 and FSDP stand
@@ -14,7 +14,7 @@ beside each other upon this file, and differ in how a unit lies in memory. N is 
     padding              up to N - 1 elements per parameter         up to N - 1 elements per unit
     peak                 two buffers of (E,) while it unpacks       one
 
-The two kinds of bytes are equal, but for the padding: an all-gather of E elements per unit in the forward, one in the
+Except for the padding, the two kinds send equal bytes: an all-gather of E elements per unit in the forward, one in the
 backward, and a reduce-scatter. :mod:`course_lib.parallel.minimal.fsdp` is the shortest form.
 
 Sources: Rajbhandari et al. 2020, *ZeRO* (arXiv 1910.02054), section 5.3; Zhao et al. 2023, *PyTorch FSDP* (arXiv
@@ -79,7 +79,7 @@ class ShardedModule(nn.Module):
     Args:
         module: changed in place: outside its forward and backward its parameters read as NaN. One that is at several
             places among the units is one unit.
-        optimizer: over the module's parameters, before its first step; repointed to this rank's pieces.
+        optimizer: over the module's parameters, before its first step; repointed to this rank's shards.
         units: modules that are gathered each by itself, in the order of the forward; the rest of the model is the
             root unit, which stays gathered from its forward to the end of its backward. By default the blocks that
             :func:`course_lib.parallel.blocks.blocks` finds.
@@ -87,9 +87,9 @@ class ShardedModule(nn.Module):
         reshard_after_forward: free a unit after its forward and gather it again for its backward, or keep it.
         prefetch: begin to gather the next unit before this one computes.
         param_dtype: of the gathered parameters, of floating-point inputs, and so of the computation; by default the
-            parameters' own. The pieces keep theirs.
+            parameters' own. The shards keep theirs.
         reduce_dtype: in which gradients are added up, over micro-batches and ranks; ``param_dtype`` by default.
-        filled_later: the parameters have no values yet, and lie on the meta device; this rank's :meth:`pieces` are
+        filled_later: the parameters have no values yet, and lie on the meta device; this rank's :meth:`shards` are
             filled afterwards, on the device of the buffers, else on the CPU, and :meth:`refresh` is called.
     Raises:
         ConfigError: an optimizer that is not elementwise, has made steps, or has another module's parameters; units
@@ -147,8 +147,8 @@ class ShardedModule(nn.Module):
             for member in [module, *chosen]
             for parameters in partition.alike(p for p in owner if owner[p] is member)
         ]
-        self._pieces = {parameter: piece for unit in self.units for parameter, piece in unit.pieces.items()}
-        repoint(optimizer, {parameter: piece.data for parameter, piece in self._pieces.items()})
+        self._shards = {parameter: shard for unit in self.units for parameter, shard in unit.shards.items()}
+        repoint(optimizer, {parameter: shard.data for parameter, shard in self._shards.items()})
 
         # Which units to gather ahead of which: those of the next block, or of the one before in backward, when the last
         # unit of a block is whole.
@@ -176,7 +176,7 @@ class ShardedModule(nn.Module):
         """Phase 4: what the caller's loop does with its optimizer, with the gradients, and with a state_dict."""
         self._gradients = ShardedGradients(
             {parameter: name for parameter, name in self.names.items() if parameter.requires_grad},
-            lambda: {parameter: piece.data.grad for parameter, piece in self._pieces.items()},
+            lambda: {parameter: shard.data.grad for parameter, shard in self._shards.items()},
             lambda: any(unit.gradient is not None for unit in self.units),
             self._forget_one,
             self.group,
@@ -301,7 +301,7 @@ class ShardedModule(nn.Module):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients down to a global L2 norm of at most ``max_norm``; returns the norm before."""
         self._gradients.heed()
-        gradients = [piece.data.grad for piece in self._pieces.values() if piece.data.grad is not None]
+        gradients = [shard.data.grad for shard in self._shards.values() if shard.data.grad is not None]
         # Each element is on one rank: the ranks' sums of squares add up to that of the whole gradient. 0-D.
         square = sum_of_squares(gradients, self.device, norm_dtype(unit.shard for unit in self.units if unit.trainable))
         dist.all_reduce(square, group=self.group)
@@ -311,14 +311,14 @@ class ShardedModule(nn.Module):
         return norm
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's pieces; the next gather brings the new weights. Gives what ``closure`` gave."""
+        """Update this rank's shards; the next gather brings the new weights. Gives what ``closure`` gave."""
         return self.optimizer.step(closure)  # then `refresh`: a unit that was kept, or prefetched, has the old weights
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, of pieces and of what ``no_sync`` keeps, or let them be zeros."""
+        """Forget all gradients, of shards and of what ``no_sync`` keeps, or let them be zeros."""
         if not set_to_none:
             self._gradients.changed()
-            kept = [unit.gradient for unit in self.units] + [piece.data.grad for piece in self._pieces.values()]
+            kept = [unit.gradient for unit in self.units] + [shard.data.grad for shard in self._shards.values()]
             for gradient in kept:
                 if gradient is not None:
                     zero_present_(gradient)
@@ -326,26 +326,26 @@ class ShardedModule(nn.Module):
         for unit in self.units:
             unit.gradient = None  # of `no_sync`
             unit.used.clear()
-        for parameter, piece in self._pieces.items():
+        for parameter, shard in self._shards.items():
             take(parameter)
-            piece.data.grad = None
+            shard.data.grad = None
         self._gradients.forgotten()
 
     def _forget_one(self, parameter: nn.Parameter) -> None:
-        next(unit for unit in self.units if parameter in unit.pieces).forget_one(parameter)
+        next(unit for unit in self.units if parameter in unit.shards).forget_one(parameter)
 
-    def pieces(self) -> dict[str, Shard]:
-        """This rank's piece of every parameter, by its first name, in module order."""
-        return {name: self._pieces[parameter] for parameter, name in self.names.items()}
+    def shards(self) -> dict[str, Shard]:
+        """This rank's shard of every parameter, by its first name, in module order."""
+        return {name: self._shards[parameter] for parameter, name in self.names.items()}
 
     def refresh(self) -> None:
-        """Let the pieces' present values count: free whatever was gathered from earlier ones."""
+        """Let the shards' present values count: free whatever was gathered from earlier ones."""
         for unit in self.units:
             unit.free()
 
     def resident(self) -> dict[str, list[Tensor]]:
         """The tensors alive on this rank by kind; those of freed storage count 0 bytes."""
-        gradients = [piece.data.grad for piece in self._pieces.values()]
+        gradients = [shard.data.grad for shard in self._shards.values()]
         gradients += [unit.gradient for unit in self.units] + [held(parameter) for parameter in self.names]
         travelling = [self._reduction.whole, self._reduction.local] if self._reduction is not None else []
         return {
@@ -382,6 +382,6 @@ def without_values(module: nn.Module, optimizer: Optimizer) -> None:
 
 def _refuse(*_: Any) -> NoReturn:
     raise ModelError(
-        "a sharded module has no whole weights in it: each rank holds pieces",
-        "use sharding.gather_whole(engine.pieces()), or scatter_whole and engine.refresh() to load",
+        "a sharded module has no whole weights in it: each rank holds shards",
+        "use sharding.gather_whole(engine.shards()), or scatter_whole and engine.refresh() to load",
     )

@@ -75,7 +75,7 @@ class GatheredMuon:
             apply_(matrix, part.view(matrix.shape), self.lr, self.weight_decay)
 
     def bytes_per_step(self) -> int:
-        """What this rank sends: a reduce-scatter in the gradients' dtype, an all-gather in bf16."""
+        """Bytes that this rank sends: a reduce-scatter in the gradients' dtype, an all-gather in bf16."""
         return (self.ranks - 1) * self.shard.numel() * (self.shard.element_size() + 2)
 
 
@@ -138,8 +138,8 @@ class LayerwiseMuon:
         return [self.matrices[index].numel() for index in indices]
 
     def bytes_per_step(self) -> int:
-        """What this rank sends: in a reduce all but the rank that it goes to do, in a broadcast by a ring all but the
-        last, which is the rank before the one that it comes from."""
+        """Bytes that this rank sends: all but its receiver send a reduce, all but the last of a ring a broadcast,
+        which is the rank before the one that it comes from."""
         held = [sum(self._sizes(indices)) * self.matrices[0].element_size() for indices in self.owned]
         return 2 * sum(held) - held[self.rank] - held[(self.rank + 1) % self.ranks]
 

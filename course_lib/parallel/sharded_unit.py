@@ -1,7 +1,7 @@
 """A unit of ZeRO-3 and FSDP: the parameters of one block, sharded at rest and whole while the block computes.
 
-What a unit does, and its states. When it does it is the affair of :mod:`course_lib.parallel.sharded_module`; how its
-parameters lie in memory that of :mod:`course_lib.parallel.zero3` and :mod:`course_lib.parallel.fsdp`, each in its way.
+A unit's operations and states. :mod:`course_lib.parallel.sharded_module` decides when a unit is gathered and freed;
+:mod:`course_lib.parallel.zero3` and :mod:`course_lib.parallel.fsdp` decide how its parameters lie in memory.
 
 A unit's parameters go round this circle once for the block's forward and once for its backward::
 
@@ -57,7 +57,7 @@ class ShardedUnit:
         shard: (E / N,), this rank's part in the parameters' own dtype, or ZeRO-3's masters; the only lasting copy.
         flat: (E,), the whole parameters in ``param_dtype``. Its storage is there only while GATHERING and WHOLE. Then
             the module's parameters are views of it; when SHARDED they have their shapes, and read as NaN.
-        pieces: by parameter, what of it lies in the shard: an ``nn.Parameter`` that is a view.
+        shards: by parameter, its run in the unit's shard: an ``nn.Parameter`` that is a view.
         gradient: (E,), the whole gradient in ``reduce_dtype``, until it is reduced; else None.
     """
 
@@ -98,11 +98,11 @@ class ShardedUnit:
         # --- phase 2: this rank's part of them, and of each parameter, for the optimizer ---
         # (E,) -> (E / N,)
         self.shard = whole.new_zeros(self.total // self.world) if filled_later else self.local_part(whole)
-        self.pieces: dict[nn.Parameter, Shard] = {}
+        self.shards: dict[nn.Parameter, Shard] = {}
         self.shard_slices: dict[nn.Parameter, slice] = {}
         for index, parameter in enumerate(parameters):
             self.shard_slices[parameter], first = self.locate(parameter, index)
-            self.pieces[parameter] = Shard(
+            self.shards[parameter] = Shard(
                 parameter.shape,
                 first,
                 nn.Parameter(self.shard[self.shard_slices[parameter]], requires_grad=self.trainable),
@@ -136,7 +136,7 @@ class ShardedUnit:
         raise NotImplementedError
 
     def locate(self, parameter: nn.Parameter, index: int) -> tuple[slice, int]:
-        """Where a parameter lies in this rank's shard, and the first of its elements there."""
+        """Place of a parameter in this rank's shard, and the first of its elements there."""
         raise NotImplementedError
 
     def receive_buffer(self) -> Tensor:
@@ -206,7 +206,7 @@ class ShardedUnit:
     def forget_one(self, parameter: nn.Parameter) -> None:
         """Drop the gradient of one parameter, as if no rank's backward had reached it."""
         self.used.discard(parameter)
-        self.pieces[parameter].data.grad = None
+        self.shards[parameter].data.grad = None
         if self.gradient is not None:  # of `no_sync`
             self.gradient[self.starts[parameter] : self.starts[parameter] + parameter.numel()].fill_(ABSENT)
 
@@ -218,7 +218,7 @@ class ShardedUnit:
         return Reduction(self, whole, local, dist.reduce_scatter_single(local, whole, group=self.group, async_op=True))
 
     def buffers(self) -> list[Tensor]:
-        """What is there only while something travels, besides ``flat``."""
+        """Tensors that are there only while something travels, besides ``flat``."""
         return []
 
 
@@ -229,24 +229,24 @@ class Reduction:
         self.unit, self.whole, self.local, self.work = unit, whole, local, work
 
     def finish(self) -> None:
-        """Wait for it, average, and add to the gradients of the unit's pieces."""
+        """Wait for it, average, and add to the gradients of the unit's shards."""
         self.work.wait()
         # (E / N,) in reduce_dtype -> in the shard's. Cast first, then divided: the mean of a sum in bf16 is not rounded
         # to bf16 once more.
         mean = self.local.to(self.unit.shard.dtype).div_(self.unit.world)
-        parts = [(piece.data, mean[self.unit.shard_slices[p]]) for p, piece in self.unit.pieces.items()]
+        parts = [(shard.data, mean[self.unit.shard_slices[p]]) for p, shard in self.unit.shards.items()]
         before = [(own.grad, part) for own, part in parts if own.grad is not None]
         if before:
             torch._foreach_add_(*map(list, zip(*before, strict=True)))
         # A parameter that no rank's backward has reached has no gradient. Of most this rank knows that it is used.
         doubtful = [
             parameter
-            for parameter, piece in self.unit.pieces.items()
-            if parameter not in self.unit.used and piece.data.grad is None
+            for parameter, shard in self.unit.shards.items()
+            if parameter not in self.unit.used and shard.data.grad is None
         ]
         absent = are_absent([mean[self.unit.shard_slices[parameter]] for parameter in doubtful])
-        left_alone = {id(self.unit.pieces[p].data) for p, none in zip(doubtful, absent, strict=True) if none}
-        # The first gradient of a piece is a view of `mean`: nothing is copied.
+        left_alone = {id(self.unit.shards[p].data) for p, none in zip(doubtful, absent, strict=True) if none}
+        # The first gradient of a shard is a view of `mean`: nothing is copied.
         for own, part in parts:
             if own.grad is None and id(own) not in left_alone:
                 own.grad = part

@@ -1,4 +1,4 @@
-"""Pieces of flattened tensors: what ZeRO and FSDP leave on one rank, and how the whole comes back.
+"""Shards of flattened tensors: what ZeRO and FSDP leave on one rank, and how the whole comes back.
 
 A split parameter is flattened, and a rank holds one run of its elements. That is all that a
 checkpoint or another number of ranks has to know.
@@ -32,7 +32,7 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
-"""Optimizers whose update of an element looks at that element alone, so that a piece is updated as the whole is."""
+"""Optimizers whose update of an element looks at that element alone, so that a shard is updated as the whole is."""
 
 
 ROOM = 2**26
@@ -41,7 +41,7 @@ ROOM = 2**26
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """What one rank holds of a tensor that is split over a group.
+    """One rank's part of a tensor that is split over a group.
 
     Attributes:
         shape: shape of the whole tensor.
@@ -64,7 +64,7 @@ def padded(numel: int, parts: int) -> int:
 
 
 def overlap(start: int, numel: int, first: int, length: int) -> tuple[int, int]:
-    """Where a parameter lies in one rank's run of a flat buffer.
+    """Place of a parameter in one rank's run of a flat buffer.
 
     Args:
         start: first element of the parameter in the buffer.
@@ -138,11 +138,11 @@ def names_of(module: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: name for name, parameter in module.named_parameters()}
 
 
-# --- a whole tensor from all ranks' pieces, in a bounded amount of memory ---
+# --- a whole tensor from all ranks' shards, in a bounded amount of memory ---
 
 
 class _Place(NamedTuple):
-    """What a rank holds of a tensor, without the data."""
+    """Place of a rank's part in a tensor, without the data."""
 
     start: int
     numel: int
@@ -150,7 +150,7 @@ class _Place(NamedTuple):
 
 
 class _StreamPart(NamedTuple):
-    """Where a piece lies in the stream of bytes that a rank sends."""
+    """Place of a shard in the stream of bytes that a rank sends."""
 
     name: str
     at: int
@@ -160,17 +160,17 @@ class _StreamPart(NamedTuple):
     length: int
 
 
-def gather_whole(pieces: Mapping[str, Shard], group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
-    """Whole tensors from the pieces of all ranks; a collective call.
+def gather_whole(shards: Mapping[str, Shard], group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
+    """Whole tensors from the shards of all ranks; a collective call.
 
-    The pieces of a rank are one stream of bytes, and the first rank gathers the streams chunk by chunk. So it needs
-    at most ``ROOM`` beside the result, however large the model is and whether its pieces are on GPUs or on the host,
+    The shards of a rank are one stream of bytes, and the first rank gathers the streams chunk by chunk. So it needs
+    at most ``ROOM`` beside the result, however large the model is and whether its shards are on GPUs or on the host,
     and only the group's own communicator: for messages from rank to rank NCCL would open one more for each pair, and
     keep it.
 
     Args:
-        pieces: this rank's, the same names in the same order on every rank.
-        group: the ranks that hold pieces; None: all ranks.
+        shards: this rank's, the same names in the same order on every rank.
+        group: the ranks that hold shards; None: all ranks.
     Returns:
         On the group's first rank, tensors on the CPU by name; elsewhere nothing.
     """
@@ -179,21 +179,21 @@ def gather_whole(pieces: Mapping[str, Shard], group: dist.ProcessGroup | None = 
     # --- phase 1: everybody learns what everybody holds. Numbers only: from these each rank knows all streams ---
     places: list[list[_Place]] = [[] for _ in range(world)]
     dist.all_gather_object(
-        places, [_Place(piece.start, piece.data.numel(), piece.data.dtype) for piece in pieces.values()], group=group
+        places, [_Place(shard.start, shard.data.numel(), shard.data.dtype) for shard in shards.values()], group=group
     )
 
     # --- phase 2: the first rank makes room, and copies what it has itself ---
     whole: dict[str, torch.Tensor] = {}
     if rank == 0:
-        for (name, piece), held in zip(pieces.items(), zip(*places, strict=True), strict=True):
-            # Of a rank that holds some of it: the dtype of an empty piece need not be right.
-            dtype = next((place.dtype for place in held if place.numel), piece.data.dtype)
-            whole[name] = torch.empty(piece.shape, dtype=dtype)
-            piece.of(whole[name]).copy_(piece.data.detach())
+        for (name, shard), held in zip(shards.items(), zip(*places, strict=True), strict=True):
+            # Of a rank that holds some of it: the dtype of an empty shard need not be right.
+            dtype = next((place.dtype for place in held if place.numel), shard.data.dtype)
+            whole[name] = torch.empty(shard.shape, dtype=dtype)
+            shard.of(whole[name]).copy_(shard.data.detach())
 
     # --- phase 3: the streams of all other ranks, a chunk of each at a time. All ranks take part in all gathers, until
     # the longest stream is through. ---
-    streams = _streams(list(pieces), places)
+    streams = _streams(list(shards), places)
     longest = max(sum(part.length for part in stream) for stream in streams)
     chunk = max(1, min(ROOM // world, longest))  # bytes
     sent = torch.empty(chunk, dtype=torch.uint8, device=device_of(group))
@@ -201,8 +201,8 @@ def gather_whole(pieces: Mapping[str, Shard], group: dist.ProcessGroup | None = 
     for start in range(0, longest, chunk):
         for part, skipped, at, length in _parts_within(streams[rank], start, chunk):
             # As bytes, whatever the dtypes: (numel,) -> (numel * itemsize,) uint8. So one message takes all dtypes.
-            piece_bytes = pieces[part.name].data.detach().contiguous().view(torch.uint8)
-            sent[at : at + length].copy_(piece_bytes[skipped : skipped + length])
+            shard_bytes = shards[part.name].data.detach().contiguous().view(torch.uint8)
+            sent[at : at + length].copy_(shard_bytes[skipped : skipped + length])
         dist.gather(sent, received, group=group, group_dst=0)  # (chunk,) on each -> N of (chunk,) on the first
         for source, gathered in enumerate(received or ()):
             arrived = gathered.cpu() if streams[source] else gathered
@@ -213,7 +213,7 @@ def gather_whole(pieces: Mapping[str, Shard], group: dist.ProcessGroup | None = 
 
 
 def _streams(names: Sequence[str], places: Sequence[Sequence[_Place]]) -> list[list[_StreamPart]]:
-    """What each rank has to send: of its pieces those that no rank before it has, the first rank's included."""
+    """What each rank has to send: of its shards those that no rank before it has, the first rank's included."""
     streams: list[list[_StreamPart]] = [[] for _ in places]
     ends = [0] * len(places)
     for name, held in zip(names, zip(*places, strict=True), strict=True):
@@ -246,11 +246,11 @@ def _parts_within(
             yield part, skipped, at, min(part.length - skipped, length - at)
 
 
-def scatter_whole(whole: Mapping[str, torch.Tensor], pieces: Mapping[str, Shard]) -> None:
-    """Copy each rank's run of whole tensors into its pieces; no communication."""
+def scatter_whole(whole: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]) -> None:
+    """Copy each rank's run of whole tensors into its shards; no communication."""
     with torch.no_grad():
-        for name, piece in pieces.items():
-            piece.data.copy_(piece.of(whole[name]))
+        for name, shard in shards.items():
+            shard.data.copy_(shard.of(whole[name]))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

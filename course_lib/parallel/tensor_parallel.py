@@ -2,7 +2,7 @@
 
 A column-parallel layer, what lies between, and a row-parallel layer make a region of split work, with an exchange at
 each end; see :mod:`course_lib.parallel.tp_collectives`. Each layer is built from a whole one, of which it keeps its
-piece. For N ranks, rows of tokens, and an MLP from width D to H and back::
+shard. For N ranks, rows of tokens, and an MLP from width D to H and back::
 
     tensor parallelism     X (rows, tokens, D) -copy-> X A_r (…, H / N) -> Y_r B_r (…, D) -reduce-> Z (rows, tokens, D)
     sequence parallelism   X (rows, tokens / N, D) -all_gather-> the same -reduce_scatter-> Z (rows, tokens / N, D)
@@ -47,7 +47,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class ParameterSplit:
-    """How a whole parameter lies over the ranks.
+    """Distribution of a whole parameter over the ranks.
 
     Attributes:
         dim: of the whole tensor, that is divided.
@@ -57,8 +57,8 @@ class ParameterSplit:
     dim: int
     fused: int = 1
 
-    def piece(self, whole: Tensor, group: Group = None) -> Tensor:
-        """This rank's piece, a copy.
+    def shard(self, whole: Tensor, group: Group = None) -> Tensor:
+        """This rank's shard, a copy.
 
         Raises:
             ConfigError: the size along ``dim`` does not divide.
@@ -74,13 +74,13 @@ class ParameterSplit:
         # queries and the last ones the values. [q q | k k | v v] -> rank 0: [q k v]
         return torch.cat([part.chunk(ranks, self.dim)[rank] for part in whole.chunk(self.fused, self.dim)], self.dim)
 
-    def whole(self, piece: Tensor, group: Group = None) -> Tensor:
-        """The whole tensor from all ranks' pieces, on every rank; a collective call."""
-        return torch.cat([gathered(part, group, self.dim) for part in piece.chunk(self.fused, self.dim)], self.dim)
+    def whole(self, shard: Tensor, group: Group = None) -> Tensor:
+        """The whole tensor from all ranks' shards, on every rank; a collective call."""
+        return torch.cat([gathered(part, group, self.dim) for part in shard.chunk(self.fused, self.dim)], self.dim)
 
     def parameter(self, whole: Tensor, group: Group = None) -> nn.Parameter:
-        """This rank's piece as a parameter that is trained if the whole one is."""
-        return nn.Parameter(self.piece(whole.detach(), group), whole.requires_grad)
+        """This rank's shard as a parameter that is trained if the whole one is."""
+        return nn.Parameter(self.shard(whole.detach(), group), whole.requires_grad)
 
 
 def check_vocabulary(embedding: nn.Module, ranks: int) -> None:
@@ -207,7 +207,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def _own_rows(ids: Tensor, rows: int, group: Group) -> tuple[Tensor, Tensor]:
-    """Ids of the whole vocabulary as rows of this rank's piece, and which of them lie elsewhere; these become row 0.
+    """Ids of the whole vocabulary as rows of this rank's shard, and which of them lie elsewhere; these become row 0.
 
     What is below or above the vocabulary stays so, on the first or the last rank, for the look-up to refuse.
     """

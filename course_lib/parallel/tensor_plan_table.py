@@ -1,4 +1,4 @@
-"""Which layer of a block is split how in tensor parallelism, by architecture.
+"""Tensor-parallel plans by architecture: how each layer of a block is split.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3, figures 3 and 4: attention by heads, the MLP by
 its inner width, embedding and head by the vocabulary.
@@ -16,7 +16,7 @@ from course_lib.errors import ModelError
 
 
 class Role(enum.Enum):
-    """What a module of a block does in tensor parallelism."""
+    """Role of a block's module in tensor parallelism."""
 
     ENTER = "enter"  # its hidden states go to several column-parallel layers, and pass the exchange once for all
     COLUMN = "column"

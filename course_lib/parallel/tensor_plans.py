@@ -41,7 +41,7 @@ class TensorParallel(nn.Module):
     """A model whose matrices are split over the ranks of a group, which all see the same rows.
 
     All ranks take the parameters and buffers of the group's first. Gradients are right as ``backward()`` returns: of
-    the own piece where a parameter is split, the same whole on every rank where it is not. Around it goes
+    the own shard where a parameter is split, the same whole on every rank where it is not. Around it goes
     :class:`course_lib.parallel.ddp.DataParallel` over another axis of the rank grid.
 
     Every rank seeds torch's generator alike; see :mod:`course_lib.parallel.tensor_parallel` for dropout.
@@ -76,8 +76,8 @@ class TensorParallel(nn.Module):
         blocks = self.plan.blocks_of(module)
         check_splittable(self.plan, blocks, config, self.ranks, sequence)
         take_over_first(module, group)
-        # --- phase 2: split the blocks, what runs between them, embedding and head; ties last, they need the pieces ---
-        self._pieces: dict[nn.Parameter, nn.Parameter] = {}  # whole parameter: what this rank keeps of it
+        # --- phase 2: split the blocks, what runs between them, embedding and head; ties last, they need the shards ---
+        self._shards: dict[nn.Parameter, nn.Parameter] = {}  # whole parameter: what this rank keeps of it
         self._splits: dict[nn.Parameter, ParameterSplit] = {}
         for name, block in blocks.items():
             self._split_block(name, block)
@@ -92,7 +92,7 @@ class TensorParallel(nn.Module):
             for name, parameter in module.named_parameters(remove_duplicate=False)
             if parameter in self._splits
         }
-        del self._pieces, self._splits  # and with them the whole parameters
+        del self._shards, self._splits  # and with them the whole parameters
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -181,21 +181,21 @@ class TensorParallel(nn.Module):
     def _replace(self, name: str, split: ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding) -> None:
         """Put a split layer in a whole one's place, and note what became of its parameters."""
         for attribute, parameter in self.module.get_submodule(name).named_parameters(recurse=False):
-            # The second layer of a tied pair (embedding and head) takes the piece that the first one made: both cut the
+            # The second layer of a tied pair (embedding and head) takes the shard that the first one made: both cut the
             # vocabulary, the rows of one matrix, at the same places.
-            piece = self._pieces.setdefault(parameter, split.get_parameter(attribute))
-            setattr(split, attribute, piece)
+            shard = self._shards.setdefault(parameter, split.get_parameter(attribute))
+            setattr(split, attribute, shard)
             if attribute in split.splits:
-                self._splits[piece] = split.splits[attribute]
+                self._splits[shard] = split.splits[attribute]
         self.module.set_submodule(name, split)
 
     def _tie(self) -> None:
-        """Where a parameter that was split had another name, the piece has it now."""
+        """Where a parameter that was split had another name, the shard has it now."""
         # For a name in a module that is not split itself: BERT's `predictions.bias`, beside that of its decoder.
         for module in self.module.modules():
             for name, parameter in module._parameters.items():
-                if parameter in self._pieces:
-                    module._parameters[name] = self._pieces[parameter]
+                if parameter in self._shards:
+                    module._parameters[name] = self._shards[parameter]
 
 
 def plan_of(module: nn.Module, plan: TensorPlan | None = None) -> tuple[TensorPlan, Any]:

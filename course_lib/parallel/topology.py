@@ -46,13 +46,13 @@ class RankGrid:
 
     The innermost axis has neighbouring ranks, which sit in one machine: tensor parallelism, which communicates twice
     in each layer. Context parallelism, around it, communicates once in each layer's attention, and hides that. The
-    outermost has the farthest: data parallelism, which communicates once a step and can hide it.
+    outermost has the farthest: data parallelism, which communicates once per step and can hide it.
 
     Attributes:
         dp: copies of the model, each on its own rows.
         pp: stages that a copy is cut into.
         tp: ranks that share the matrices of a stage.
-        cp: ranks that share the tokens of each row, with whole matrices or the same pieces of them; of one rank it is
+        cp: ranks that share the tokens of each row, with whole matrices or the same shards of them; of one rank it is
             no axis of the grid.
     Raises:
         ConfigError: a size below 1.
@@ -100,7 +100,7 @@ class RankGrid:
         return torch.arange(self.world_size).view([getattr(self, axis) for axis in self.axes])
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a rank is.
+        """Coordinates of a rank.
 
         Raises:
             ConfigError: there is no such rank.
@@ -156,7 +156,7 @@ class RankGrid:
         return own
 
     def groups(self) -> AxisGroups:
-        """This rank's group along each axis; a collective call of all ranks, once a run."""
+        """This rank's group along each axis; a collective call of all ranks, once per run."""
         return AxisGroups(**{axis: self.new_group(axis) for axis in self.axes})
 
     def mesh(self, groups: AxisGroups) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""What wrappers of a module check: that ranks agree on it, and that it stays as it was; and hooks that always run.
+"""Checks of a module's wrapper: ranks agree on it, it stays as it was; and hooks that always run.
 
 A collective over tensors that differ in shape hangs, or mixes one parameter's numbers into another's, without a word.
 """

@@ -51,7 +51,7 @@ class Zero1(nn.Module):
 
     Args:
         module: its trainable parameters become views of flat buckets.
-        optimizer: over the module's parameters, before its first step; repointed to this rank's pieces, its groups
+        optimizer: over the module's parameters, before its first step; repointed to this rank's shards, its groups
             and options kept.
         group: of the ranks; the default group by default.
         groups: by parameter, for one that only some ranks of ``group`` hold, such as an expert: those ranks. Its state
@@ -96,15 +96,15 @@ class Zero1(nn.Module):
             ]
             cut.sort(key=lambda bucket: trainable[bucket[0][-1]])  # by when backward fills them, whatever their ranks
             self.buckets += [ShardedBucket(parameters, over, dist.get_world_size(group)) for parameters, over in cut]
-        trained: dict[Tensor, Shard] = {p: piece for bucket in self.buckets for p, piece in bucket.pieces.items()}
+        trained: dict[Tensor, Shard] = {p: shard for bucket in self.buckets for p, shard in bucket.shards.items()}
         # --- phase 2: what is in no bucket has to begin alike, too ---
         self.frozen = [parameter for parameter in self.names if parameter not in trained]
         for tensor in [*self.frozen, *module.buffers()]:
             dist.broadcast(tensor.detach(), group=group, group_src=0)
-        # --- phase 3: the optimizer sees this rank's pieces alone, so that its states have E / N elements. The pieces
+        # --- phase 3: the optimizer sees this rank's shards alone, so that its states have E / N elements. The shards
         # are the same memory as the module's parameters, or their fp32 masters. ---
-        self._pieces = {p: trained.get(p) or Shard(p.shape, 0, p.detach().view(-1)) for p in self.names}
-        repoint(optimizer, {p: _worth_updating(piece) for p, piece in self._pieces.items()})
+        self._shards = {p: trained.get(p) or Shard(p.shape, 0, p.detach().view(-1)) for p in self.names}
+        repoint(optimizer, {p: _worth_updating(shard) for p, shard in self._shards.items()})
         # --- phase 4: the optimizer's own step reduces before it and gathers after it, whoever calls it ---
         refuse_grad_scaler(optimizer)
         optimizer.register_step_pre_hook(self._before_update)
@@ -166,13 +166,13 @@ class Zero1(nn.Module):
         result = None if closure is None else closure()
         # --- phase 1: reduce. (E,) -> (E / N,) ---
         self.reduce()
-        # --- phase 2: update. The optimizer has the pieces as its parameters, and sees no element of another rank's ---
+        # --- phase 2: update. The optimizer has the shards as its parameters, and sees no element of another rank's ---
         self.optimizer.step()  # hooks around it hand out the gradients, `_before_update`, and gather, `refresh`
         # --- phase 3: gather. (E / N,) -> (E,): the hook has done it ---
         return result
 
     def _before_update(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Reduce, and give the optimizer's parameters, the pieces, their gradients."""
+        """Reduce, and give the optimizer's parameters, the shards, their gradients."""
         if any(callable(given) for given in (*args[1:], *kwargs.values())):
             raise CourseError(
                 "optimizer.step(closure) would reduce the gradients before the closure makes them",
@@ -184,7 +184,7 @@ class Zero1(nn.Module):
             bucket.hand_out()
 
     def refresh(self) -> None:
-        """Gather: bring the pieces' present values to the parameters of all ranks."""
+        """Gather: bring the shards' present values to the parameters of all ranks."""
         for work in [bucket.gather() for bucket in self.buckets]:  # all are begun before one is waited for
             work.wait()
 
@@ -217,14 +217,14 @@ class Zero1(nn.Module):
         }
 
     def _forget_one(self, parameter: nn.Parameter) -> None:
-        next(bucket for bucket in self.buckets if parameter in bucket.pieces).forget_one(parameter)
+        next(bucket for bucket in self.buckets if parameter in bucket.shards).forget_one(parameter)
 
     def _is_pending(self) -> bool:
         return any(held(parameter) is not None for parameter in self.names)
 
-    def pieces(self) -> dict[str, Shard]:
-        """This rank's piece of every parameter, by its first name, in module order; a frozen one is whole."""
-        return {name: self._pieces[parameter] for parameter, name in self.names.items()}
+    def shards(self) -> dict[str, Shard]:
+        """This rank's shard of every parameter, by its first name, in module order; a frozen one is whole."""
+        return {name: self._shards[parameter] for parameter, name in self.names.items()}
 
     def resident(self) -> dict[str, list[Tensor]]:
         """The tensors alive on this rank by kind; an fp32 master that is a copy is a state of the optimizer."""
@@ -329,6 +329,6 @@ class OverlappedZero1(Zero2):
             super()._arrived(bucket, parameter)
 
 
-def _worth_updating(piece: Shard) -> Tensor | None:
-    """A piece's data, or None where this rank holds nothing of the parameter."""
-    return piece.data if piece.data.numel() else None
+def _worth_updating(shard: Shard) -> Tensor | None:
+    """A shard's data, or None where this rank holds nothing of the parameter."""
+    return shard.data if shard.data.numel() else None

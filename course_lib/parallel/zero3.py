@@ -1,7 +1,7 @@
 """ZeRO stage 3 from scratch: each parameter by itself is cut into N equal chunks, one a rank.
 
 A rank keeps 1/N of each parameter and gathers a block's whole parameters when the block computes, forward and again
-backward; gradients are reduced as in stage 2. That moves 3Ψ elements a step where plain data parallel moves 2Ψ
+backward; gradients are reduced as in stage 2. That moves 3Ψ elements per step where plain data parallel moves 2Ψ
 (Rajbhandari et al. 2020, arXiv 1910.02054, sections 5.3 and 7.2.2).
 
 FSDP is stage 3 under another name, and shares :mod:`course_lib.parallel.sharded_module`, which says when to gather and
@@ -100,7 +100,7 @@ class PerParamUnit(ShardedUnit):
 class Zero3(ShardedModule):
     """A module whose parameters, gradients and optimizer states are split over a group of ranks.
 
-    Its blocks are the units. Of trained parameters in a lower precision the pieces are fp32 masters, and they are
+    Its blocks are the units. Of trained parameters in a lower precision the shards are fp32 masters, and they are
     gathered in their own. A model that is all in one low precision has floating-point inputs cast to that.
     Arguments are those of :class:`~course_lib.parallel.sharded_module.ShardedModule`.
     """

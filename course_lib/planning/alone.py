@@ -1,4 +1,4 @@
-"""What one rank needs to run a step alone, without the other ranks and without a GPU; see ``simulate.py``."""
+"""Stand-ins with which one rank runs a step without the other ranks and without a GPU; see ``simulate.py``."""
 
 import contextlib
 import gc
@@ -35,7 +35,7 @@ class TensorParallelAlone(TorchTensorParallel):
 
 
 def all_reduce(ranks: int, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """What DDP does with a bucket; by itself it asks the fake group's work for a result, which that has not."""
+    """Stand-in for DDP's hook of a bucket, which by itself asks the fake group's work for a result that it has not."""
     averaged = bucket.buffer().div_(ranks)
     dist.all_reduce(averaged)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()

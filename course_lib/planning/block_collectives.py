@@ -1,7 +1,7 @@
 """Collectives inside one block, of tensor, context and expert ranks: how long they take, and what of it nothing hides.
 
-A collective that is cut into pieces moves one piece while the matmul, or attention, works on another. Of n pieces the
-first (or, before a reduction, the last) is there with nothing to move, so that n - 1 pieces move behind n - 1 pieces
+A collective that is cut into chunks moves one chunk while the matmul, or attention, works on another. Of n chunks the
+first (or, before a reduction, the last) is there with nothing to move, so that n - 1 chunks move behind n - 1 chunks
 of work, and behind the work that they feed or come from alone: a small matmul does not hide a large sum.
 
 Sources: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
@@ -69,12 +69,12 @@ def neighbour_rate(cluster: Cluster, members: int, stride: int) -> float:
 
 def calls(plan: Plan) -> tuple[int, int]:
     """Collectives that the host starts in the forward and the backward pass of a block."""
-    each = 0 if plan.tensor == 1 else 4 if plan.sequence_parallel else 2
+    exchanges = 0 if plan.tensor == 1 else 4 if plan.sequence_parallel else 2
     hops = plan.context - 1
     forward, backward = {"ring": (hops, 2 * hops), "gather": (1, 2), "ulysses": (4, 4)}[plan.context_by]
     if plan.expert > 1:  # how many go where, the tokens there, their outputs back
         return 3, 2
-    return (each, each) if plan.context == 1 else (each + forward, each + backward)
+    return (exchanges, exchanges) if plan.context == 1 else (exchanges + forward, exchanges + backward)
 
 
 def exposed(
@@ -124,11 +124,11 @@ def _tensor(model: Model, plan: Plan, cluster: Cluster, forward: work.Seconds) -
         return 2 * (
             gather + scatter if plan.sequence_parallel else collective("all_reduce", size, plan.tensor, 1, cluster)
         )
-    pieces = (plan.tensor - 1) / plan.tensor
+    chunks = (plan.tensor - 1) / plan.tensor
     # before queries, keys and values; after the output projection; before the MLP; after it
     moved = (gather, scatter, gather, scatter)
     return sum(
-        max(0.0, seconds - forward.matmul * share * pieces)
+        max(0.0, seconds - forward.matmul * share * chunks)
         for seconds, share in zip(moved, matmul_shares(model), strict=True)
     )
 
@@ -164,7 +164,7 @@ def _context(
     moved = collective("all_gather", ranks * tokens * keys * plan.width, ranks, plan.tensor, cluster)
     if plan.context_by == "gather":
         return moved, 2 * moved
-    pieces, hop = (ranks - 1) / ranks, moved / (ranks - 1)
+    chunks, hop = (ranks - 1) / ranks, moved / (ranks - 1)
     if ranks * plan.tensor > cluster.gpus_per_node:  # every hop waits for the one that crosses the border
         hop = max(hop, tokens * keys * plan.width / neighbour_rate(cluster, ranks, plan.tensor) + NETWORK_LATENCY)
         moved = (ranks - 1) * hop
@@ -173,6 +173,6 @@ def _context(
     adding = (ranks - 1) * SUMMED[plan.compiled] * tokens * (queries + keys) / rate
     # the gradient of the last keys and values still has to reach their owner
     return (
-        max(0.0, moved - forward.attention * pieces) + merging,
-        max(0.0, 2 * moved - backward.attention * pieces) + hop + adding,
+        max(0.0, moved - forward.attention * chunks) + merging,
+        max(0.0, 2 * moved - backward.attention * chunks) + hop + adding,
     )

@@ -1,4 +1,4 @@
-"""What a pipeline rank waits in a step: by the schedule's formula where it holds, else by the simulator."""
+"""Wait of a pipeline rank in a step: by the schedule's formula where it holds, else by the simulator."""
 
 from fractions import Fraction
 from functools import lru_cache
@@ -20,7 +20,7 @@ def bubble_seconds(plan: Plan, forward: float, backward: float, weight: float) -
     Args:
         plan: schedule, ranks, micro-batches and stages per rank.
         forward: seconds of one micro-batch's forward on one rank, all its stages.
-        backward: of its backward but for what can be put off, what is recomputed included.
+        backward: of its backward except for what can be put off, what is recomputed included.
         weight: of the weight gradients, which zero-bubble schedules put off.
     """
     total = forward + backward + weight

@@ -77,7 +77,7 @@ class Cost:
         return tokens / self.tokens_per_second / 3600
 
     def dollars(self, tokens: float) -> float | None:
-        """What that costs, where the price is known."""
+        """Price of that, where it is known."""
         if self.dollars_per_gpu_hour is None:
             return None
         return self.hours(tokens) * self.gpus * self.dollars_per_gpu_hour
@@ -148,7 +148,7 @@ def estimate(model: Model, plan: Plan, cluster: Cluster) -> Cost:
 def _sharded(model: Model, plan: Plan, cluster: Cluster, forward: float, backward: float) -> tuple[float, float]:
     """Gathering and scattering of one block at stage 3, beyond the forward and backward that hide it.
 
-    In a pipeline parameters stay gathered for all micro-batches of a step, see :func:`_once`. Offloaded pieces come
+    In a pipeline parameters stay gathered for all micro-batches of a step, see :func:`_once`. Offloaded shards come
     over PCIe as they are kept before they are cast and gathered; FSDP's reduced gradients leave under the backward
     pass, but from the second micro-batch on they wait to be added in host memory (PyTorch's ``foreach_reduce``).
 
@@ -171,7 +171,7 @@ def _sharded(model: Model, plan: Plan, cluster: Cluster, forward: float, backwar
     scatter = collective("reduce_scatter", trained * plan.bytes.gradients, plan.shards, plan.tensor, cluster)
     scatter += collective(
         "all_reduce", trained * plan.bytes.gradients / plan.shards, plan.replicas, plan.tensor * plan.shards, cluster
-    )  # of each copy's piece
+    )  # of each copy's shard
     waits = 0.0
     if offloaded:
         gather += weights * plan.bytes.parameters / plan.shards / cluster.accelerator.pcie

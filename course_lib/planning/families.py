@@ -1,4 +1,4 @@
-"""What a Hugging Face config of each architecture means: sizes and parameters, counted part by part.
+"""Sizes and parameters of each architecture, counted part by part from its Hugging Face config.
 
 Defaults are those of transformers 5: a config.json leaves out what equals them. Every count is tested against the
 model that transformers builds from the same config.

@@ -31,7 +31,7 @@ LAYOUTS: dict[str, tuple[Engine, int]] = {
 
 @dataclass(frozen=True)
 class Calibrated:
-    """What a run taught.
+    """Constants measured in a run.
 
     Attributes:
         cluster: the one asked for, with the measured share and launch time.
@@ -58,7 +58,7 @@ class Calibrated:
     peak: tuple[float, float | None]
 
     def lines(self) -> list[str]:
-        """What was taken from the run, and what moved."""
+        """Lines on what was taken from the run, and what moved."""
         planned, held = self.peak
         lines = [
             f"Calibrated by {self.run}: {self.steps} steps of {self.model}, {self.plan.strategy} on "

@@ -127,7 +127,7 @@ class Cluster:
         return min(cards, self.accelerator.bus) if here > 1 else cards
 
     def latency(self, members: int, stride: int) -> float:
-        """Seconds of such a collective beyond its volume: a ring has a hop for each member but one.
+        """Latency of such a collective, in seconds: a ring has a hop for each member but one.
 
         Hops over a border of nodes are the network's, those inside a node the link's; the first node's are in what was
         measured there.

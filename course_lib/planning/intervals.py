@@ -1,4 +1,4 @@
-"""How sure a planned number is: intervals and chances from the errors of published runs.
+"""Intervals and chances of planned numbers, from the errors of published runs.
 
 The errors are those of the published rows that the planner is held beside (benchmarks/planner.py). How often the
 intervals hold for a source that is left out when they are made, each in its turn, is in benchmarks/planner.md; how

@@ -1,4 +1,4 @@
-"""How far the planner was off where it was compared with published and measured runs (benchmarks/planner.md)."""
+"""Errors of the planner where it was compared with published and measured runs (benchmarks/planner.md)."""
 
 from dataclasses import dataclass
 

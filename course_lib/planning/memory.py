@@ -226,7 +226,7 @@ class _RankMemory:
         whole = gathered + width * self.block + 4 * block + width * self.head
         if plan.lora_rank:  # no gradients of what is gathered
             gathered = whole = adapters.frozen_bytes(self.model, plan.base_bits == 4, width) / self.tensor
-        cast = plan.bytes.parameters * block / plan.shards if plan.offload != "none" else 0.0  # a piece from the host
+        cast = plan.bytes.parameters * block / plan.shards if plan.offload != "none" else 0.0  # a shard from the host
         return width * self.ends + gathered + max(0.0, whole - logits) + cast
 
     def _autocast_copies(self) -> float:
@@ -256,14 +256,14 @@ def experts_elsewhere(model: Model, plan: Plan) -> float:
 def expert_padding(model: Model, plan: Plan) -> float:
     """Parameters by which FSDP2 fills a block up before it cuts it: those of experts that ranks have no more of.
 
-    It cuts along the first dimension, which of the experts' weights is their number, into equal pieces: of 8 experts
-    8 of 64 ranks have one each, and 64 pieces are gathered and reduced (torch/distributed/fsdp/_fully_shard/
+    It cuts along the first dimension, which of the experts' weights is their number, into equal shards: of 8 experts
+    8 of 64 ranks have one each, and 64 shards are gathered and reduced (torch/distributed/fsdp/_fully_shard/
     _fsdp_param.py, ``_init_sharded_param``). Frozen experts beside adapters are counted as if they were cut evenly.
     """
     if plan.engine != "fsdp" or model.experts == 1 or plan.lora_rank:
         return 0.0
-    pieces = -(-model.experts // plan.shards) * plan.shards
-    return (pieces - model.experts) * model.expert / plan.tensor
+    shards = -(-model.experts // plan.shards) * plan.shards
+    return (shards - model.experts) * model.expert / plan.tensor
 
 
 def _outside(model: Model, plan: Plan, rank: PipelineRank, tokens: int, depth: float) -> float:

@@ -1,6 +1,6 @@
 """Models to plan for: any Hugging Face config, and the usual ones bundled by name.
 
-A model is known by its sizes and its parameter counts; nothing is built and nothing is downloaded, but for a
+A model is known by its sizes and its parameter counts; nothing is built and nothing is downloaded, except for a
 config.json of a few kilobytes when a name is only on the Hub.
 """
 

@@ -1,4 +1,4 @@
-"""What optimizers keep for each parameter, and what a step of theirs costs. Bytes, FLOPs.
+"""Optimizers' state per parameter, and the cost of their step. Bytes, FLOPs.
 
 Sources: Adam in mixed precision, ZeRO, arXiv 1910.02054 section 3.1; Adafactor, arXiv 1804.04235 section 3 (a sum for
 each row and each column, and no momentum); block-wise 8-bit Adam, arXiv 2110.02861 section 2 with bitsandbytes' blocks

@@ -1,4 +1,4 @@
-"""What each rank of a pipeline holds: its blocks, the model's ends, and micro-batches in flight."""
+"""Share of each pipeline rank: its blocks, the model's ends, and micro-batches in flight."""
 
 from dataclasses import dataclass
 

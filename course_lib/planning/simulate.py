@@ -52,7 +52,7 @@ STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero2", "zero3", "fsdp", "hsdp", "tp
 
 @dataclass(frozen=True)
 class Setting:
-    """What to simulate."""
+    """Settings of a simulation."""
 
     strategy: Strategy
     world_size: int
@@ -93,7 +93,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What one rank holds and sends in one step, in bytes.
+    """Bytes that one rank holds and sends in one step.
 
     Attributes:
         peak: the most of each kind of :data:`course_lib.metering.allocation_log.KINDS`; not all at the same time.
@@ -136,9 +136,9 @@ def simulate(model: "str | Model | PreTrainedConfig", setting: Setting) -> Simul
         else:
             mesh = init_device_mesh("cpu", (setting.world_size,))
         mode = FakeTensorMode(allow_non_fake_inputs=True)  # to_empty turns meta tensors into fake ones
-        ledger = AllocationLog(config.vocab_size)
-        parameters = _step(config, head, setting, mesh, ledger, mode)
-    return _read(ledger, parameters)
+        log = AllocationLog(config.vocab_size)
+        parameters = _step(config, head, setting, mesh, log, mode)
+    return _read(log, parameters)
 
 
 def _check(setting: Setting) -> None:
@@ -181,7 +181,7 @@ def _step(
     head: Any,
     setting: Setting,
     mesh: DeviceMesh,
-    ledger: AllocationLog,
+    log: AllocationLog,
     mode: FakeTensorMode,
 ) -> int:
     """Build, set up, and run a step; returns the whole model's parameters."""
@@ -191,7 +191,7 @@ def _step(
     with contextlib.ExitStack() as stack:
         if not sharded:
             stack.enter_context(mode)
-            stack.enter_context(ledger)
+            stack.enter_context(log)
         # fully_shard cuts each weight for all ranks: with meta tensors in C++, with fake ones slowly in Python
         with no_init_weights(), torch.device("meta" if sharded else "cpu"):
             model = head.from_config(config)
@@ -213,7 +213,7 @@ def _step(
                 reduce_dtype=torch.float32 if half else None,
             )
             stack.enter_context(mode)
-            stack.enter_context(ledger)
+            stack.enter_context(log)
             model.to_empty(device="cpu")
             _make_states(model, optimizer)
         elif setting.strategy == "ddp":
@@ -226,17 +226,17 @@ def _step(
             whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
             optimizer = torch.optim.AdamW([{"params": split}, {"params": whole}], fused=True)
             _make_states(model, optimizer)
-        _run(model, engine, optimizer, setting, ledger)
+        _run(model, engine, optimizer, setting, log)
     return parameters
 
 
 def _run(
-    model: nn.Module, engine: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, ledger: AllocationLog
+    model: nn.Module, engine: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting, log: AllocationLog
 ) -> None:
     """A forward pass, a backward pass and a step, counted."""
     units = blocks(model)
     inside = tuple(f"{name}." for name in units)
-    ledger.watch(
+    log.watch(
         model,
         {module: name for name, module in units.items()}
         | {
@@ -247,9 +247,9 @@ def _run(
     )
     cast = setting.precision == "bf16" and setting.strategy in ("ddp", "tp")  # FSDP2 casts by itself
     tokens = torch.empty(setting.micro_batch, setting.sequence_length, dtype=torch.int64)
-    ledger.hold(tokens, "inputs")
-    ledger.start()
-    ledger.phase = "forward"
+    log.hold(tokens, "inputs")
+    log.start()
+    log.phase = "forward"
     from transformers import masking_utils
 
     whole = replaced(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None)
@@ -258,13 +258,13 @@ def _run(
         with whole, torch.autocast("cpu", torch.bfloat16, enabled=cast):  # to look for packed ones needs their values
             loss = _loss(engine, tokens, model)
         collect()
-        ledger.phase = "backward"
+        log.phase = "backward"
         loss.backward()
-        ledger.module = ""
-        ledger.find(model, optimizer)
-        ledger.phase = "step"
+        log.module = ""
+        log.find(model, optimizer)
+        log.phase = "step"
         optimizer.step()
-        ledger.stop()
+        log.stop()
 
 
 def _loss(engine: nn.Module, tokens: torch.Tensor, model: nn.Module) -> torch.Tensor:
@@ -283,12 +283,12 @@ def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _read(ledger: AllocationLog, parameters: int) -> Simulated:
+def _read(log: AllocationLog, parameters: int) -> Simulated:
     """Replay what was noted."""
     now: Counter[tuple[str, str]] = Counter()
     kinds = dict.fromkeys(KINDS, 0)
     peak, resident, total, top, snapshot, phase = dict(kinds), dict(kinds), 0, 0, dict(now), ""
-    for change in ledger.changes():
+    for change in log.changes():
         now[change.kind, change.module] += change.bytes
         kinds[change.kind] += change.bytes
         total += change.bytes
@@ -306,4 +306,4 @@ def _read(ledger: AllocationLog, parameters: int) -> Simulated:
         by_kind[kind] += size
         if size:
             modules.setdefault(module, {})[kind] = size
-    return Simulated(peak, top, by_kind, modules, resident, phase, ledger.exchanges(), parameters)
+    return Simulated(peak, top, by_kind, modules, resident, phase, log.exchanges(), parameters)

@@ -194,7 +194,7 @@ def _of_what_there_is(held: Memory, cluster: Cluster) -> str:
 
 
 def place(candidate: Candidate) -> tuple[float, ...]:
-    """What candidates are sorted by.
+    """Key that candidates are sorted by.
 
     First those that fit with a chance of LIKELY or more, of each group the fastest first: what differs by less than a
     thousandth is equal, and fewer, larger micro-batches have fewer kernels to launch.
@@ -225,7 +225,7 @@ def remedy(model: Model, cluster: Cluster, plan: Plan) -> str:
     def fits(gpus: int) -> bool:
         return memory.estimate(model, replace(plan, data=gpus)).fits(cluster.accelerator.memory, cluster.host_memory)
 
-    # More shards never need more, but where experts are filled up to a piece for each.
+    # More shards never need more, but where experts are filled up to a shard for each.
     if (
         plan.stage
         and plan.tensor * plan.pipeline * plan.replicas * plan.expert == 1

@@ -125,7 +125,7 @@ def follows(place: Place, rule: str) -> bool:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Where none of the search's equals is what the rule recommends.
+    """Place where none of the search's equals is what the rule recommends.
 
     Attributes:
         place: model, GPUs, and the search's choice.
@@ -163,7 +163,7 @@ def disagreements(
         elif own.plan.offload != "none" and _named(own) in place.families:
             because = f"{rule} does not fit without offload"
         else:
-            speed = own.cost.tokens_per_second / max(each.cost.tokens_per_second for each in place.equals)
+            speed = own.cost.tokens_per_second / max(other.cost.tokens_per_second for other in place.equals)
             because = f"{own.plan.strategy} fits, and reaches {speed:.0%} of the speed"
         cases.append(Disagreement(place, rule, own, because))
     return cases

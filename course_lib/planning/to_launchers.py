@@ -40,7 +40,7 @@ COURSE_OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def why_not(plan: Plan, model: Model) -> str | None:
-    """Why ``course train`` does not run such a plan, as what it lacks; None where it runs it."""
+    """Reason why ``course train`` does not run such a plan, as what it lacks; None where it runs it."""
     if model.encoder_decoder:
         return "has no task for an encoder with a decoder"
     if reason := _why_no_options(plan) or _refused(plan):
@@ -205,7 +205,7 @@ def _split_layout(plan: Plan) -> dict[str, Any]:
 
 
 def elsewhere(plan: Plan, model: Model) -> str:
-    """Whose trainer to carry a plan out with that ours does not run."""
+    """Trainer that carries a plan out which ours does not run."""
     if plan.pipeline * plan.tensor * plan.expert > 1 or (plan.context > 1 and plan.loss != "linear"):
         return "Megatron-LM or torchtitan"
     adapters = f", PEFT's {'QLoRA' if plan.base_bits == 4 else 'LoRA'}" if plan.lora_rank else ""

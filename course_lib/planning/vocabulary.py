@@ -1,4 +1,4 @@
-"""What a rank holds of the vocabulary: its part of the embedding and of the output layer, and the logits.
+"""Vocabulary on one rank: its part of the embedding and of the output layer, and the logits.
 
 Logits in plain PyTorch: as they come, cast to fp32, their log-softmax in fp32. In chunks: as they come and their
 gradient, and a chunk of rows in fp32 (``course_lib/training/loss.py``). Joined with the output layer: a chunk of rows

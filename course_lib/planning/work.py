@@ -1,4 +1,4 @@
-"""What one block and the output layer compute: FLOPs, memory traffic, and the seconds they take by roofline.
+"""Work of one block and of the output layer: FLOPs, memory traffic, and seconds by roofline.
 
 Matmuls run at the share of peak that whole training steps reach, fused attention at its kernel's rate, everything
 else moves bytes. A one-input operation reads one tensor and writes one in the forward pass, reads two and writes
@@ -155,7 +155,7 @@ def launching(
 
 
 def recomputed(model: Model, plan: Plan, chip: Accelerator) -> Seconds:
-    """What the backward pass of an average block computes once more."""
+    """Work that the backward pass of an average block computes once more."""
     forward, _ = block(model, plan, chip)
     if plan.checkpointing in ("full", "alternate"):
         return forward * (1.0 if plan.checkpointing == "full" else 0.5)

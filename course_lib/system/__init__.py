@@ -1,1 +1,1 @@
-"""Where a run finds itself: the machine and what it can do, whether the Hub answers, the random streams."""
+"""Surroundings of a run: the machine and its abilities, access to the Hub, the random streams."""

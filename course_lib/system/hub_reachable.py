@@ -1,4 +1,4 @@
-"""Whether the Hugging Face Hub can be reached, asked before its client is."""
+"""Reachability of the Hugging Face Hub, tested before its client is asked."""
 
 import ssl
 import threading

@@ -1,4 +1,4 @@
-"""What this machine has and what it can do fast: cores, memory, GPUs, engines, the Hub, matmul rate."""
+"""Hardware of this machine and its speed: cores, memory, GPUs, engines, the Hub, matmul rate."""
 
 import datetime
 import importlib.metadata
@@ -57,7 +57,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the process may use of the machine it runs on."""
+    """Resources that the process may use of the machine it runs on."""
 
     os: str
     """`Linux`, `Darwin` (macOS) or `Windows`."""

@@ -25,7 +25,7 @@ FOLDER, IDENTITY = "tracking", "run.json"
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Which run is tracked, and from where."""
+    """Identity of a tracked run, and its origin."""
 
     id: str
     """Stays the same when the run is resumed."""
@@ -41,7 +41,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many elements of a tensor fall into each of B bins of equal width between ``low`` and ``high``."""
+    """Number of a tensor's elements in each of B bins of equal width between ``low`` and ``high``."""
 
     counts: Sequence[int]
     low: float
@@ -65,7 +65,7 @@ class Tracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """What the tracker's own library calls the run."""
+        """Run object of the tracker's own library."""
         return self
 
     def start(self) -> None:

@@ -321,7 +321,7 @@ def runs_frame(runs: Iterable[TrackedRun]) -> pd.DataFrame:
 
 
 def differing_options(runs: Iterable[TrackedRun]) -> list[str]:
-    """Names of config fields in which runs that have them differ, but for those that only say where a run stands."""
+    """Names of config fields in which runs that have them differ, except for those that only say where a run stands."""
     runs = list(runs)
     names = dict.fromkeys(name for run in runs for name in run.config)
     where = {

@@ -104,7 +104,7 @@ def summary_table(runs: Sequence[TrackedRun]) -> SummaryTable:
 
 def score_columns(runs: Iterable[TrackedRun]) -> list[str]:
     """Names of final scores that the runs have, the metric that they were chosen by first."""
-    found: dict[str, list[str]] = {}
+    columns: dict[str, list[str]] = {}
     chosen: list[str] = []
     for run in runs:
         names = {metric for _, _, metric, _ in run.rows}
@@ -115,13 +115,13 @@ def score_columns(runs: Iterable[TrackedRun]) -> list[str]:
         )
         for score in SCORES:
             if split and f"{split}/{score}" in names:
-                found.setdefault(score, []).append(split)
+                columns.setdefault(score, []).append(split)
     order = dict.fromkeys([*chosen, *SCORES])
     return [
         f"{split}/{score}"
         for score in order
         for split in ("test", "validation", "eval")
-        if split in found.get(score, ())
+        if split in columns.get(score, ())
     ]
 
 

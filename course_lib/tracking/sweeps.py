@@ -37,7 +37,7 @@ HOW = "write `values: [...]`, `value:`, or `min:` and `max:`"
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is varied, how, and what decides.
+    """Fields that a sweep varies, how, and the metric that decides.
 
     Attributes:
         name: of the sweep; the group of its runs.

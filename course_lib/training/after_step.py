@@ -167,7 +167,7 @@ class AfterStep:
 
 
 def diverged(step: int, rate: float, kept: list[Path], untouched: bool = False) -> TrainingDiverged:
-    """What to say of a step that was not finite, and the command that goes on from before it.
+    """Error for a step that was not finite, with the command that goes on from before it.
 
     Loss and gradient of a step come from the weights before it: those of the checkpoint right before it give the same
     again at any learning rate, and those of an earlier one come by other steps to other weights.

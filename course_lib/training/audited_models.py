@@ -14,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging
 
-from course_lib.audit import Layout, Subject, gathered_pieces, layouts
+from course_lib.audit import Layout, Subject, gathered_shards, layouts
 from course_lib.errors import ConfigError, CourseError, ModelError
 from course_lib.modeling.small_configs import shrunk_config
 from course_lib.parallel.blocks import blocks
@@ -232,8 +232,8 @@ def _scratch(subject: ModelOnEngine, layout: Layout, batch: Tensor) -> Subject:
             optimizer,
             _loss,
             batch,
-            lambda: gathered_pieces(sharded.pieces(), True),
-            lambda: _values(gathered_pieces(sharded.pieces(), False)),
+            lambda: gathered_shards(sharded.shards(), True),
+            lambda: _values(gathered_shards(sharded.shards(), False)),
         )
     return Subject(DataParallel(model), _adam(model), _loss, batch)
 

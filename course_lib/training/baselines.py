@@ -1,4 +1,4 @@
-"""What a fine-tuned transformer has to beat: the commonest class, the class shares, TF-IDF with logistic regression."""
+"""Baselines of a fine-tuned transformer: the commonest class, the class shares, TF-IDF with logistic regression."""
 
 import math
 from collections import Counter

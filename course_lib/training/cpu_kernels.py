@@ -140,7 +140,7 @@ def attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention in the form of transformers' interface: its own for ``sdpa``, but for training with dropout.
+    """Attention in the form of transformers' interface: its own for ``sdpa``, except for training with dropout.
 
     torch's fused kernel for the CPU has no dropout, so that the products are written out here: in a module that
     :func:`use_fast_kernels` marked, where every argument is one that this function knows. Whatever else a model hands

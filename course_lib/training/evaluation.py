@@ -108,7 +108,7 @@ def evaluate_split(
 
 
 class _Totals:
-    """What an evaluation has found so far; the newest scores are still on the device.
+    """Totals of an evaluation so far; the newest scores are still on the device.
 
     Args:
         num_labels: classes; 0 for a language model.
@@ -162,7 +162,7 @@ class _Totals:
 
 
 def scores_of_rows(logits: torch.Tensor, labels: torch.Tensor, task: str) -> tuple[torch.Tensor, ...]:
-    """What metrics are made of: each row's loss and targets, see :func:`loss_of_rows`, and its class if it has one.
+    """Scores for the metrics: each row's loss and targets, see :func:`loss_of_rows`, and its class if it has one.
 
     Returns:
         float32 [B, 2], and for classification int64 [B].

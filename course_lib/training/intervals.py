@@ -1,4 +1,4 @@
-"""How far a score may lie from what a model would reach on any number of such rows: 95 % intervals.
+"""Confidence intervals of a score, 95 %, over rows like those that it was computed on.
 
 They say what the choice of the scored rows leaves open, not what another seed of the training would change.
 """

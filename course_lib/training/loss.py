@@ -75,7 +75,7 @@ def _chunks(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch
 class _InChunks(torch.autograd.Function):
     """Summed cross-entropy of [N, V] logits and int64 [N] targets, in float32 a chunk of rows at a time.
 
-    Of the size of the logits there is only their gradient besides, in their own dtype. ``F.cross_entropy`` of
+    The gradient, in the logits' dtype, is the only other tensor of their size. ``F.cross_entropy`` of
     ``logits.float()`` has three such tensors in float32 at once: for 8 rows of 1,024 tokens and 50,000 words, 4.9 GB.
     torch's ``F.linear_cross_entropy`` would not even make the logits, but has to be given the head's weight, which FSDP
     and ZeRO-3 gather within the model's own forward alone.

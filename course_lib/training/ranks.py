@@ -34,7 +34,7 @@ class Ranks:
         gradient_group: the ranks whose gradients are of the same parameters, from other rows or other tokens; None:
             all there are.
         copy_group: ranks that together hold one model copy, for this tensor-parallel position; None: all there are.
-        layer_group: the ranks that hold the same layers, or shards and pieces of them.
+        layer_group: the ranks that hold the same layers, or parts of them.
     """
 
     groups: AxisGroups

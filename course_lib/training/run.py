@@ -206,7 +206,7 @@ def strategy_of(config: Config, num_processes: int) -> str:
 
 
 def score_baselines(config: Config, text: TextData, split: str) -> dict[str, dict[str, Any]]:
-    """What the majority class and TF-IDF with logistic regression reach on the same rows."""
+    """Scores of the majority class and of TF-IDF with logistic regression on the same rows."""
     if config.data.task != "classification":
         return {}
     train_rows, rows = text.splits["train"], text.splits[split]

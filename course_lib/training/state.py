@@ -1,4 +1,4 @@
-"""Where a run stands: plain numbers, saved in every checkpoint."""
+"""Progress of a run as plain numbers, saved in every checkpoint."""
 
 import dataclasses
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""How fast a run trains: rows and tokens per second, and the share of the hardware's peak that its model uses (MFU)."""
+"""Throughput of a run: rows and tokens per second, and the share of the hardware's peak that it uses (MFU)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,7 +74,7 @@ class Throughput:
         state.samples += rows
         state.tokens += tokens
         if self.model:
-            # linear in the length but for attention, whose FLOPs grow with its square
+            # linear in the length except for attention, whose FLOPs grow with its square
             a_token, a_pair = self.model.flops(0), self.model.flops(1) - self.model.flops(0)
             if self.adapters:
                 a_token *= 2 / 3

@@ -264,7 +264,7 @@ class Trainer(Session):
         return loss / self.divisor(batch, targets, micro_batches)
 
     def divisor(self, batch: Batch, targets: torch.Tensor, micro_batches: int) -> torch.Tensor:
-        """What a micro-batch's summed loss is divided by: the targets of the global batch.
+        """Divisor of a micro-batch's summed loss: the targets of the global batch.
 
         With ``loss_weighting: micro_batch`` it is the naive way, the micro-batch's own mean over the number of
         micro-batches, which gives a target in a short micro-batch more weight than one in a long.

@@ -65,7 +65,7 @@ def leave_undecayed(optimizer: Optimizer, parameters: Collection[Tensor]) -> Non
     """Move some parameters to the optimizer's group without weight decay, in place; nothing where it has none.
 
     DeepSpeed updates flat buffers, and takes the gradient of a parameter that no loss reaches for zeros: with that an
-    optimizer leaves it alone, but for the decay.
+    optimizer leaves it alone, except for the decay.
     """
     without = next((group for group in optimizer.param_groups if group.get("weight_decay") == 0), None)
     if without is None:

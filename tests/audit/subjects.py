@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from course_lib.audit import Subject, gathered_pieces
+from course_lib.audit import Subject, gathered_shards
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.zero import Zero1, Zero2
@@ -93,8 +93,8 @@ def ours(name, layout):
         optimizer,
         mean_loss,
         batch,
-        lambda: gathered_pieces(engine.pieces(), True),
-        lambda: gathered_pieces(engine.pieces(), False),
+        lambda: gathered_shards(engine.shards(), True),
+        lambda: gathered_shards(engine.shards(), False),
     )
 
 
@@ -196,7 +196,7 @@ def swapped(layout):
 
 
 def half_of_a_shard(layout):
-    """A reduce-scatter whose last piece nobody brings back."""
+    """A reduce-scatter whose last shard nobody brings back."""
 
     def reduce(name, gradient):
         averaged(name, gradient)

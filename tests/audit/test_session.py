@@ -64,7 +64,12 @@ def test_a_division_too_many():
             "right on 2 of 3 ranks; rank 2 has the gradient of its own batch alone: the reduction over dp is missing "
             "there",
         ),
-        (subjects.half_of_a_shard, "blocks.0.down.weight", "shard", "right but for part 2 of 3 along its dimension 0"),
+        (
+            subjects.half_of_a_shard,
+            "blocks.0.down.weight",
+            "shard",
+            "right except for part 2 of 3 along its dimension 0",
+        ),
         (subjects.frozen_by_mistake, "head.bias", "missing", "no rank has a gradient"),
     ],
 )

@@ -123,7 +123,7 @@ class Accumulating:
 
 
 def tensor_with(layout, change):
-    """Right but for what ``change(model, tp group)`` does to the gradients last."""
+    """Right except for what ``change(model, tp group)`` does to the gradients last."""
     model, optimizer, loss, batch = tensor_parallel(layout)
     group = layout.mesh().get_group("tp")
     if layout.ranks > 1:
@@ -282,7 +282,7 @@ def clipped(model, square):
 
 
 def squares_of_all_ranks(layout):
-    """Whole parameters, and the squares of their gradients are added up over the ranks, as if they were pieces."""
+    """Whole parameters, and the squares of their gradients are added up over the ranks, as if they were shards."""
     model, optimizer, loss, batch = by_hand(layout, averaged)
 
     def clip(*_):

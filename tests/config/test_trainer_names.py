@@ -107,7 +107,7 @@ REFUSED = [
     ({"lr_scheduler": "warmup_stable_decay"}, "warmup_stable_decay needs num_decay_steps: give"),
     ({"logging_strategy": "often"}, "`logging_strategy` cannot be 'often': choose from `no`, `epoch`, `steps`"),
     ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy sequential is not here"),
-    ({"eval_strategy": "no", "eval_delay": 3}, "eval_delay 3.0 would not be read: it is for evaluations"),
+    ({"eval_strategy": "no", "eval_delay": 3}, "eval_delay 3.0 has no effect: it applies to evaluations"),
     ({"report_to": "wandb", "tracker": "jsonl"}, "report_to wandb and tracker jsonl contradict each other: keep one"),
     ({"tracker": "jsonl", "report_to": "wandb"}, "report_to wandb and tracker jsonl contradict each other: keep one"),
     ({"logging_strategy": "epoch", "logging_steps": 5}, "epoch and logging_steps 5 contradict each other"),

@@ -161,18 +161,18 @@ def test_what_circumstances_excuse_exists_and_is_not_refused_by_a_rule():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"schedule": "zbv"}, "schedule zbv would not be read: it is for pipelines: add --training_type pipeline"),
-        ({"strategy": "fsdp", "bucket_mb": 5.0}, "bucket_mb 5.0 would not be read"),
-        ({"strategy": "zero3", "engine": "scratch", "bucket_mb": 5.0}, "bucket_mb 5.0 would not be read"),
-        ({"lean_buffers": True}, "it is for engine deepspeed"),
-        ({"momentum": 0.5}, "it is for --optimizer sgd and muon"),
-        ({"optimizer": "sgd", "adam_beta2": 0.5}, "it is for --optimizer adamw and muon"),
-        ({"task": "causal_lm", "label_column": "stars"}, "it is for --task classification"),
+        ({"schedule": "zbv"}, "schedule zbv has no effect: it applies to pipelines: add --training_type pipeline"),
+        ({"strategy": "fsdp", "bucket_mb": 5.0}, "bucket_mb 5.0 has no effect"),
+        ({"strategy": "zero3", "engine": "scratch", "bucket_mb": 5.0}, "bucket_mb 5.0 has no effect"),
+        ({"lean_buffers": True}, "it applies to engine deepspeed"),
+        ({"momentum": 0.5}, "it applies to --optimizer sgd and muon"),
+        ({"optimizer": "sgd", "adam_beta2": 0.5}, "it applies to --optimizer adamw and muon"),
+        ({"task": "causal_lm", "label_column": "stars"}, "it applies to --task classification"),
         ({"watch_steps": 5}, "add --watch parameters"),
         ({"tracker": "none", "log_model": True}, "name a --tracker"),
         ({"profile_warmup": 3}, "add --profile_steps"),
         ({"hub_private": True}, "add --push_to_hub"),
-        ({"load_in_4bit": True}, "it is for adapters: give --lora_r too"),
+        ({"load_in_4bit": True}, "it applies to adapters: give --lora_r too"),
     ],
 )
 def test_refusals_say_who_reads_it_and_what_to_do(given, told):

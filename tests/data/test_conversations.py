@@ -198,5 +198,5 @@ def test_splits_hold_all_conversations_or_none(tmp_path):
 
 
 def test_a_template_is_for_causal_language_models():
-    with pytest.raises(ConfigError, match="chat_template chatml would not be read"):
+    with pytest.raises(ConfigError, match="chat_template chatml has no effect"):
         build({"chat_template": "chatml", "task": "masked_lm"})

@@ -125,6 +125,6 @@ def test_packed_rows_for_a_loop_of_ones_own(packed):
 
 
 def test_only_a_causal_language_model_packs():
-    with pytest.raises(ConfigError, match="packing best_fit would not be read"):
+    with pytest.raises(ConfigError, match="packing best_fit has no effect"):
         build({"packing": "best_fit"})
     assert not build({"packing": "best_fit", "task": "causal_lm"}).data.has_one_length

@@ -276,8 +276,8 @@ def test_fsdps_cuts_are_the_flat_parameters_and_dtensors_own(ranks):
         drawn = "".join(box.means[2] for box in diagram.boxes if box.means[:2] == ("flat", rank))
         assert drawn == "".join(names[place] for place in flat[rank] if place < 20)
         for name, (rows, columns) in shapes.items():
-            pieces = torch.arange(rows * columns).view(rows, columns).chunk(ranks)  # as DTensor's Shard(0) does
-            held = pieces[rank].flatten().tolist() if rank < len(pieces) else []
+            shards = torch.arange(rows * columns).view(rows, columns).chunk(ranks)  # as DTensor's Shard(0) does
+            held = shards[rank].flatten().tolist() if rank < len(shards) else []
             assert held == [box.means[3] for box in diagram.boxes if box.means[:3] == ("rows", rank, name)]
 
 

@@ -202,17 +202,17 @@ def test_a_run_on_the_cpu_leaves_cuda_alone(gpus):
     assert gpus.run(on_the_cpu) is False
 
 
-# --- pieces to a whole ---
+# --- shards to a whole ---
 
 
-def whole_from_pieces():
-    """Pieces of two dtypes on GPUs and on the host, some empty, two ranks alike, in gathers of 24 bytes."""
+def whole_from_shards():
+    """Shards of two dtypes on GPUs and on the host, some empty, two ranks alike, in gathers of 24 bytes."""
     dist.init_process_group(process_group.GPU_BACKENDS)
     rank, device = dist.get_rank(), torch.device("cuda", dist.get_rank())
     a, b, c = torch.arange(20.0), torch.arange(9).to(torch.bfloat16), torch.arange(6.0)
     starts = [0, 3, 11, 20]
     mine = a[starts[rank] : starts[rank + 1]]
-    pieces = {
+    shards = {
         "on GPUs": Shard(torch.Size([4, 5]), starts[rank], mine.to(device)),
         "on the host": Shard(torch.Size([4, 5]), starts[rank], mine.clone()),
         "here and there": Shard(torch.Size([4, 5]), starts[rank], mine.to(device) if rank else mine.clone()),
@@ -224,7 +224,7 @@ def whole_from_pieces():
     torch.cuda.reset_peak_memory_stats()
     sharding.ROOM = 24  # the ranks' own
     with mock.patch.object(dist, "send"), mock.patch.object(dist, "recv"):  # which would open a communicator each
-        found = sharding.gather_whole(pieces)
+        found = sharding.gather_whole(shards)
     peak = torch.cuda.max_memory_allocated() - before
     wanted = {
         "on GPUs": a.view(4, 5),
@@ -242,11 +242,11 @@ def whole_from_pieces():
         if found
         else []
     )
-    return same, peak, list(found) == (list(pieces) if rank == 0 else [])
+    return same, peak, list(found) == (list(shards) if rank == 0 else [])
 
 
 def wholes():
-    return launch(whole_from_pieces, num_processes=3, device="cuda", start_method="fork", timeout=240, stream=False)
+    return launch(whole_from_shards, num_processes=3, device="cuda", start_method="fork", timeout=240, stream=False)
 
 
 def test_whole_tensors_come_by_gathers_of_bounded_size(gpus):

@@ -126,7 +126,7 @@ def test_what_hangs_is_ended_with_all_that_it_started(planted, tmp_path):
 
 
 def test_a_section_may_take_half_of_what_is_left_of_the_minutes_and_the_last_one_all(planted, monkeypatch):
-    """By a clock that stands still but for what a section takes: here, each all that it may."""
+    """By a clock that stands still except for what a section takes: here, each all that it may."""
     now, limits = [0.0], []
 
     def takes_all(section, settings, logs, seconds):

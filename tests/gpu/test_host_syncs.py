@@ -197,7 +197,7 @@ def evaluation(config):
     ],
 )
 def test_an_evaluation_waits_at_its_end_and_not_for_each_batch(gpus, ranks, options):
-    """Losses, predictions and labels come down, each in one piece, and are added up there: MPS has no float64."""
+    """Losses, predictions and labels come down, each in one shard, and are added up there: MPS has no float64."""
     options = options | {"max_eval_samples": 40, "eval_batch_size": 2}
     assert gpus.run(run_on_gpus, evaluation, options, ranks, gpus=ranks) == [(40, 3, [])] * ranks
 

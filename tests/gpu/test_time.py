@@ -47,7 +47,7 @@ class Lap:
         after: just after.
         least: seconds that evaluation and saving, which are left out, have taken so far, at least.
         most: at most.
-        kernels: of the device so far, but for what is left out.
+        kernels: of the device so far, except for what is left out.
     """
 
     before: float

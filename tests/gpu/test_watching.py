@@ -12,7 +12,7 @@ from torch import nn
 
 from course_lib.config import build
 from course_lib.hangs.flight_recorder import FlightRecorder
-from course_lib.hangs.rank_state import ENDED, WAITED_FOR, RankState, read_page
+from course_lib.hangs.rank_state import ENDED, WAITED_FOR, RankState, read_record
 from course_lib.hangs.watchdog import Watchdog, read_reports
 from course_lib.launching.launch import RankError, launch
 from course_lib.lessons.faults import lab
@@ -82,7 +82,7 @@ def waits(x, others):
 
 
 def runs_ahead(x, others):
-    """By more calls than a page has room for."""
+    """By more calls than a record has room for."""
     works = [dist.all_reduce(each, async_op=True) for each in torch.ones(200, 4, device="cuda")]
     for work in works:
         work.wait()
@@ -205,8 +205,10 @@ def test_ranks_that_have_issued_everything_in_another_order_wait_for_each_other(
 # --- what a recorder sees ---------------------------------------------------------------------------------------------
 
 
-def calls_of(page):
-    return [(call.name, call.state, call.on_gpu) for call in read_page(page.memory[:], 0, 1, "", "running", 0.0).calls]
+def calls_of(record):
+    return [
+        (call.name, call.state, call.on_gpu) for call in read_record(record.memory[:], 0, 1, "", "running", 0.0).calls
+    ]
 
 
 def is_recorded():
@@ -215,16 +217,16 @@ def is_recorded():
     dist.all_reduce(x)
     x.sum().item()
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    page = RankState()
-    recorder = FlightRecorder(page)
+    record = RankState()
+    recorder = FlightRecorder(record)
     recorder.start()
     if rank == 1:
         store.wait(["looked"])  # rank 0 is far ahead
     work = dist.all_reduce(x, async_op=True)
-    found["issued"] = calls_of(page)
+    found["issued"] = calls_of(record)
     work.wait()
     recorder.look()
-    found["waited"] = calls_of(page)
+    found["waited"] = calls_of(record)
     if rank == 0:
         store.set("looked", "")
     dist.all_reduce(x)
@@ -236,7 +238,7 @@ def is_recorded():
     torch.cuda.synchronize()
     recorder.look()
     recorder.stop()
-    found["arrived"] = calls_of(page)
+    found["arrived"] = calls_of(record)
     return found
 
 

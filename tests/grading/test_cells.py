@@ -48,7 +48,7 @@ LIKE_IPYTHON = [
     "x = '中文 🙂'\n!ls 中文\nz = 1",
     "é = 1\né?\n",
 ]
-"""Cells that mean the same to IPython, but for what it runs and we leave out."""
+"""Cells that mean the same to IPython, except for what it runs and we leave out."""
 
 
 def statements(source, told_apart):

@@ -61,7 +61,7 @@ def one_element(trainer):
 
 def one_element_of_the_shard(trainer):
     """Of the part of the master that this rank has, and of what it computes with."""
-    trainer.stored.homes()[CHANGED].piece.data[7] += 0.5
+    trainer.stored.homes()[CHANGED].shard.data[7] += 0.5
     trainer.stored.refresh()
 
 

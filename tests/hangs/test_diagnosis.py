@@ -1,4 +1,4 @@
-"""Who is blamed, from states made by hand and from simulated runs; what a page keeps; whether a process works."""
+"""Who is blamed, from states made by hand and from simulated runs; what a record keeps; whether a process works."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ from course_lib.hangs.rank_state import (
     RankSnapshot,
     RankState,
     digest,
-    read_page,
+    read_record,
     spans,
 )
 from course_lib.hangs.rank_state_exchange import Identity, RankStateExchange
@@ -63,8 +63,8 @@ def rank(number, *calls, life="running", **more):
     )
 
 
-def blamed(*sightings):
-    return [(v.rank, v.what, v.collective, v.sequence, v.line) for v in diagnose(sightings)]
+def blamed(*snapshots):
+    return [(v.rank, v.what, v.collective, v.sequence, v.line) for v in diagnose(snapshots)]
 
 
 def test_a_rank_that_has_not_come_is_elsewhere_stopped_dead_or_has_left():
@@ -279,9 +279,9 @@ class Simulation:
                 self.progressed[number] = self.now  # busy
 
     def hang(self):
-        sightings = [rank(n, *self.calls[n][-4:], stalled=self.now - self.progressed[n]) for n in range(self.size)]
-        stalled = [each for each in sightings if each.stalled >= SECONDS]
-        return bool(stalled) and is_hang(sightings, stalled[0].rank, SECONDS), sightings
+        snapshots = [rank(n, *self.calls[n][-4:], stalled=self.now - self.progressed[n]) for n in range(self.size)]
+        stalled = [each for each in snapshots if each.stalled >= SECONDS]
+        return bool(stalled) and is_hang(snapshots, stalled[0].rank, SECONDS), snapshots
 
 
 def test_no_accusation_in_200_slow_but_healthy_runs_and_the_culprit_in_200_that_hang():
@@ -290,23 +290,23 @@ def test_no_accusation_in_200_slow_but_healthy_runs_and_the_culprit_in_200_that_
         run = Simulation(seed)
         for _ in range(60):
             run.tick()
-            accused, sightings = run.hang()
+            accused, snapshots = run.hang()
             assert not accused, seed
-            waited += any(each.stalled >= SECONDS for each in sightings)
+            waited += any(each.stalled >= SECONDS for each in snapshots)
         run.frozen, frozen_at = run.random.randrange(run.size), run.now
         while not accused:
             run.tick()
-            accused, sightings = run.hang()
+            accused, snapshots = run.hang()
             assert run.now < frozen_at + 5 * SECONDS * 4 + SECONDS + 2, seed  # after the longest evaluation under way
         if not run.waiting[run.frozen]:
-            assert [each.rank for each in diagnose(sightings)] == [run.frozen], seed
+            assert [each.rank for each in diagnose(snapshots)] == [run.frozen], seed
             others_arrive = [run.until[number] for number in range(run.size) if number != run.frozen]
             assert run.now <= max([frozen_at, *others_arrive]) + SECONDS + 2
     assert waited > 500, "some ranks had waited for longer than the watchdog's time"
 
 
-def page_of(*steps):
-    page = RankState()
+def record_of(*steps):
+    record = RankState()
     for serial, (stream, sequence) in enumerate(steps, start=1):
         text = {
             "stream": stream,
@@ -320,22 +320,22 @@ def page_of(*steps):
             "line": serial,
             "ranks": spans(tuple(range(0, 64, 8))),
         }
-        page.write_call(serial, sequence, float(serial), serial - 1, stream, json.dumps(text).encode())
-    return page
+        record.write_call(serial, sequence, float(serial), serial - 1, stream, json.dumps(text).encode())
+    return record
 
 
-def read(page, life="running"):
-    return read_page(page.memory[:], 3, 7, "here", life, 100.0)
+def read(record, life="running"):
+    return read_record(record.memory[:], 3, 7, "here", life, 100.0)
 
 
 def test_a_page_keeps_the_last_calls_and_every_streams_number():
-    page = page_of(("rare", 5), *(("often", n) for n in range(1, CALLS + 40)))
-    page.mark(1, ENDED)  # overwritten long ago
-    page.mark(CALLS + 40, WAITED_FOR)
-    page.write_step(12)
-    page.write_look(99.0, 90.0, 98.0)
-    page.write_words({"file": "a.py", "line": 5, "stacks": "x" * 50_000})
-    seen = read(page)
+    record = record_of(("rare", 5), *(("often", n) for n in range(1, CALLS + 40)))
+    record.mark(1, ENDED)  # overwritten long ago
+    record.mark(CALLS + 40, WAITED_FOR)
+    record.write_step(12)
+    record.write_look(99.0, 90.0, 98.0)
+    record.write_words({"file": "a.py", "line": 5, "stacks": "x" * 50_000})
+    seen = read(record)
     assert len(seen.calls) == CALLS and [each.line for each in seen.calls] == list(range(41, CALLS + 41))
     assert seen.calls[-1].state == WAITED_FOR and seen.calls[-2].state == ISSUED
     assert seen.calls[0].ranks == (0, 8, 16, 24, 32, 40, 48, 56) and seen.calls[0].shape == (2, 3)
@@ -346,18 +346,18 @@ def test_a_page_keeps_the_last_calls_and_every_streams_number():
 
 
 def test_with_more_streams_than_a_page_has_room_for_nobody_is_accused_of_missing_one():
-    seen = read(page_of(*((f"stream {n}", 1) for n in range(80))))
+    seen = read(record_of(*((f"stream {n}", 1) for n in range(80))))
     assert seen.has_issued("stream 79", 1) and not seen.has_issued("stream 3", 2)
 
 
 def test_what_was_cut_short_is_left_out():
-    page = page_of(("0", 1), ("0", 2))
-    page.write_words({"file": "a.py"})
-    whole = read(page)
-    page.write_call(3, 3, 3.0, 2, "0", b'{"stream": "0", "na')
-    words = page.memory.find(b'"a.py"')
-    page.memory[words : words + 6] = b'"b.py,'  # copied while its writer was at it
-    cut = read(page)
+    record = record_of(("0", 1), ("0", 2))
+    record.write_words({"file": "a.py"})
+    whole = read(record)
+    record.write_call(3, 3, 3.0, 2, "0", b'{"stream": "0", "na')
+    words = record.memory.find(b'"a.py"')
+    record.memory[words : words + 6] = b'"b.py,'  # copied while its writer was at it
+    cut = read(record)
     assert (len(whole.calls), whole.words) == (2, {"file": "a.py"}) and (len(cut.calls), cut.words) == (2, {})
 
 
@@ -372,21 +372,21 @@ def test_what_was_cut_short_is_left_out():
 )
 def test_a_call_fits_into_its_place_by_the_end_of_its_path_and_then_without_its_ranks(path, ranks, monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 1000)
-    page, group = (
+    record, group = (
         RankState(),
         SimpleNamespace(rank=lambda: 0, size=lambda: len(ranks), group_desc="mesh_" + "x" * 100, group_name="1"),
     )
-    recorder = FlightRecorder(page)
+    recorder = FlightRecorder(record)
     recorder._groups["0"] = ranks
     key = "allreduce_", (2, 3), torch.float32, 1, "0", None, None, False, 0, 7
     text, stream, _ = recorder._text(key, group, compile("", path, "exec"))
-    page.write_call(1, 1, 1.0, 0, stream, text)
-    page.write_call(2, 2, 1.0, 0, stream, text)
-    for call in read(page).calls:
+    record.write_call(1, 1, 1.0, 0, stream, text)
+    record.write_call(2, 2, 1.0, 0, stream, text)
+    for call in read(record).calls:
         assert (call.name, call.shape, call.line, call.file) == ("all_reduce", (2, 3), 7, path[-40:])
         assert call.axis == "x" * 32
         assert call.ranks == (ranks if len(ranks) == 2 else ())
-    assert len(read(page).calls) == 2
+    assert len(read(record).calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -402,9 +402,9 @@ def test_a_call_fits_into_its_place_by_the_end_of_its_path_and_then_without_its_
     ],
 )
 def test_who_left_or_was_ended_by_its_watchdog_did_not_die_in_training(state, declared, life, shown):
-    page = page_of(("0", 1))
-    page.write_flags(state, declared, reported=False)
-    seen = read(page, life)
+    record = record_of(("0", 1))
+    record.write_flags(state, declared, reported=False)
+    seen = read(record, life)
     assert (seen.life, seen.declared, seen.reported) == (shown, declared, False)
 
 
@@ -412,34 +412,34 @@ def test_who_left_or_was_ended_by_its_watchdog_did_not_die_in_training(state, de
 def test_boards_on_one_machine_and_on_two(monkeypatch, machine):
     store, own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), Identity.own
     monkeypatch.setattr("course_lib.hangs.rank_state_exchange.POST_SECONDS", 0.05)
-    boards = []
+    exchanges = []
     for number in range(2):
 
-        def named(page, number=number):
-            return dataclasses.replace(own(page), machine="one" if machine == "one" else f"machine {number}")
+        def named(record, number=number):
+            return dataclasses.replace(own(record), machine="one" if machine == "one" else f"machine {number}")
 
         monkeypatch.setattr(Identity, "own", named)
-        boards.append(RankStateExchange(number, 2, store, "test"))
-    boards[1].page.write_step(4)
-    assert boards[0].sightings()[1].life == "unseen"
-    opening = threading.Thread(target=boards[0].open)
+        exchanges.append(RankStateExchange(number, 2, store, "test"))
+    exchanges[1].record.write_step(4)
+    assert exchanges[0].snapshots()[1].life == "unseen"
+    opening = threading.Thread(target=exchanges[0].open)
     opening.start()
-    boards[1].open()
+    exchanges[1].open()
     opening.join()
     try:
-        until(lambda: boards[0].sightings()[1].step == 3)
-        assert boards[0].is_local(1) == (machine == "one")
-        boards[1].page.write_words({"dead": [0]})
-        boards[1].page.write_flags(RUNNING, declared=True, reported=False)
-        until(boards[0].is_alarming)
-        assert boards[0].sightings()[0].life == "dead", "so says rank 1"
-        boards[1].page.write_flags(LEFT, declared=False, reported=False)
-        boards.pop().close()
-        until(lambda: boards[0].sightings()[1].life == "left", what="its last word arrives")
-        assert not boards[0].is_alarming()
+        until(lambda: exchanges[0].snapshots()[1].step == 3)
+        assert exchanges[0].is_local(1) == (machine == "one")
+        exchanges[1].record.write_words({"dead": [0]})
+        exchanges[1].record.write_flags(RUNNING, declared=True, reported=False)
+        until(exchanges[0].is_alarming)
+        assert exchanges[0].snapshots()[0].life == "dead", "so says rank 1"
+        exchanges[1].record.write_flags(LEFT, declared=False, reported=False)
+        exchanges.pop().close()
+        until(lambda: exchanges[0].snapshots()[1].life == "left", what="its last word arrives")
+        assert not exchanges[0].is_alarming()
     finally:
-        for board in boards:
-            board.close()
+        for exchange in exchanges:
+            exchange.close()
 
 
 def test_a_stopped_process_is_told_from_a_dead_one():

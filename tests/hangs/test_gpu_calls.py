@@ -24,7 +24,7 @@ from course_lib.hangs.rank_state import (
     RankSnapshot,
     RankState,
     digest,
-    read_page,
+    read_record,
 )
 from course_lib.hangs.watchdog import Watchdog, read_reports
 from course_lib.metering import collective_hooks, graph_captures
@@ -68,8 +68,8 @@ def p2p(serial, kind, source, target, sequence=1, **more):
     return call(serial, sequence, kind, stream=f"0:{source}>{target}:{kind}", peer=peer, **more)
 
 
-def blamed(*sightings):
-    return [(v.rank, v.what, v.collective, v.sequence) for v in diagnose(sightings)]
+def blamed(*snapshots):
+    return [(v.rank, v.what, v.collective, v.sequence) for v in diagnose(snapshots)]
 
 
 # --- who is to blame --------------------------------------------------------------------------------------------------
@@ -153,11 +153,11 @@ def test_who_stands_still_and_keeps_a_core_busy_spins():
         activity.is_busy(spins=False)
 
 
-# --- what a page keeps ------------------------------------------------------------------------------------------------
+# --- what a record keeps ---
 
 
 def test_the_oldest_open_calls_are_kept_until_they_have_ended():
-    page, total = RankState(), CALLS + KEPT + 5
+    record, total = RankState(), CALLS + KEPT + 5
     text = json.dumps(
         {
             "name": "all_reduce",
@@ -175,17 +175,17 @@ def test_the_oldest_open_calls_are_kept_until_they_have_ended():
     ).encode()
     for serial in range(1, total + 1):
         if serial > CALLS:
-            page.keep(serial - CALLS)
-        page.write_call(serial, serial, float(serial), 0, "0", text, batch=serial % 3)
-    page.mark(2, WAITED_FOR, 7)
+            record.keep(serial - CALLS)
+        record.write_call(serial, serial, float(serial), 0, "0", text, batch=serial % 3)
+    record.mark(2, WAITED_FOR, 7)
 
     def seen():
-        return read_page(page.memory[:], 0, 1, "", "running", 0.0).calls
+        return read_record(record.memory[:], 0, 1, "", "running", 0.0).calls
 
     assert [each.serial for each in seen()] == [*range(1, KEPT + 1), *range(total - CALLS + 1, total + 1)]
     assert (seen()[1].state, seen()[1].waited, seen()[1].batch) == (WAITED_FOR, 7, 2) and seen()[1].on_gpu
-    page.mark(2, ENDED)
-    page.mark(KEPT + 2, ENDED)  # written over: there was no room
+    record.mark(2, ENDED)
+    record.mark(KEPT + 2, ENDED)  # written over: there was no room
     assert 2 not in [each.serial for each in seen()] and len(seen()) == CALLS + KEPT - 1
 
 

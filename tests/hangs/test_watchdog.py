@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from course_lib.errors import EXIT_HUNG, CourseError
 from course_lib.hangs import diagnosis, flight_recorder, rank_state_exchange, watchdog
 from course_lib.hangs.flight_recorder import FlightRecorder
-from course_lib.hangs.rank_state import ENDED, RankState, read_page
+from course_lib.hangs.rank_state import ENDED, RankState, read_record
 from course_lib.hangs.watchdog import ANSWER_SECONDS, LOOK_SECONDS, Watchdog, read_reports
 from course_lib.launching.launch import RankError, launch
 from course_lib.metering.meter import Meter
@@ -232,7 +232,7 @@ class SharedClock:
             self.write(now := self.monotonic() + LOOK_SECONDS)
             while dog._looked < now and not dog._declared:  # which looks no more
                 time.sleep(LOOK_SECONDS / 5)
-        while dog._declared and not all(peer.reported for peer in dog._board.sightings()):
+        while dog._declared and not all(peer.reported for peer in dog._exchange.snapshots()):
             time.sleep(LOOK_SECONDS / 5)  # it stays where the reports find it
 
 
@@ -249,7 +249,7 @@ def waits(folder, clock, beats, busy_factor=None):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     with Watchdog(SECONDS, folder, ends=False) as dog:
-        while rank == 0 and not dog._board.sightings()[1].calls:
+        while rank == 0 and not dog._exchange.snapshots()[1].calls:
             time.sleep(LOOK_SECONDS / 5)  # it is not in its barrier yet
         for step in range(4 * (busy_factor or 1)):
             if rank == 0:
@@ -285,10 +285,10 @@ def test_work_without_end_is_accused(tmp_path):
     assert 2 * SECONDS < waiting.seconds < 4 * SECONDS
 
 
-def calls_of(page):
+def calls_of(record):
     return [
         (call.name, call.line, call.state == ENDED)
-        for call in read_page(page.memory[:], 0, 1, "", "running", 0.0).calls
+        for call in read_record(record.memory[:], 0, 1, "", "running", 0.0).calls
     ]
 
 
@@ -298,14 +298,14 @@ def seen():
     rank, found = dist.get_rank(), {}
 
     def recorded(function):
-        page = RankState()
-        recorder = FlightRecorder(page)
+        record = RankState()
+        recorder = FlightRecorder(record)
         recorder.start()
         function()
-        while not all(ended for _, _, ended in calls_of(page)):  # or until the launch ends it
+        while not all(ended for _, _, ended in calls_of(record)):  # or until the launch ends it
             recorder.look()  # gloo's threads say it a little later than they have done it
         recorder.stop()
-        return calls_of(page)
+        return calls_of(record)
 
     replicated = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     found["DDP"] = recorded(lambda: replicated(torch.ones(2, 4)).sum().backward())  # DDP
@@ -318,8 +318,8 @@ def seen():
     schedule.step(*batch, **target)
     found["pipeline"] = recorded(lambda: schedule.step(*batch, **target))  # pipeline
 
-    recorder, page = FlightRecorder(first := RankState()), RankState()
-    later, reduced = FlightRecorder(page), torch.ones(4)
+    recorder, record = FlightRecorder(first := RankState()), RankState()
+    later, reduced = FlightRecorder(record), torch.ones(4)
     recorder.start()
     with Meter() as inside:  # the meter within the recorder
         dist.all_reduce(reduced)
@@ -330,7 +330,7 @@ def seen():
     dist.all_reduce(reduced)  # and the recorder beyond the meter
     later.stop()
     dist.all_reduce(reduced)
-    found["both"] = len(inside.collectives), len(calls_of(first)), len(calls_of(page))
+    found["both"] = len(inside.collectives), len(calls_of(first)), len(calls_of(record))
     return found
 
 

@@ -1,4 +1,4 @@
-"""A model that fits on no rank: what each reads, and that its peak is its pieces and one unit."""
+"""A model that fits on no rank: what each reads, and that its peak is its shards and one unit."""
 
 import pytest
 import torch
@@ -46,10 +46,10 @@ class Allocated(AllocationLog):
             super().hold(tensor, kind, module)
 
 
-def local_pieces(wrapped, engine):
-    """This rank's pieces by name; FSDP2 deals out rows."""
+def local_shards(wrapped, engine):
+    """This rank's shards by name; FSDP2 deals out rows."""
     if engine != "torch":
-        return wrapped.pieces()
+        return wrapped.shards()
     rank, found = dist.get_rank(), {}
     for name, p in wrapped.module.named_parameters():
         first = min(-(-p.shape[0] // dist.get_world_size()) * rank, p.shape[0])
@@ -58,7 +58,7 @@ def local_pieces(wrapped, engine):
 
 
 def loaded(path, engine, whole):
-    """The loss, the largest sum of bytes alive, those read, and those of this rank's pieces."""
+    """The loss, the largest sum of bytes alive, those read, and those of this rank's shards."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     config = LlamaConfig.from_pretrained(path)
@@ -73,9 +73,9 @@ def loaded(path, engine, whole):
         optimizer = torch.optim.AdamW(model.parameters())
         wrapped = ENGINES[engine](model, optimizer, **({} if whole else {"filled_later": True}))
         weights = sliced_weights.SlicedWeights(path)
-        pieces = local_pieces(wrapped, engine)
+        shards = local_shards(wrapped, engine)
         if not whole:
-            sliced_weights.fill(pieces, weights)
+            sliced_weights.fill(shards, weights)
             if engine != "torch":
                 wrapped.refresh()
         log.stop()
@@ -87,7 +87,7 @@ def loaded(path, engine, whole):
     loss = wrapped(input_ids=ids, labels=ids).loss
     loss.backward()
     wrapped.step()
-    return loss.item(), peak, weights.bytes_read, sum(piece.data.nbytes for piece in pieces.values())
+    return loss.item(), peak, weights.bytes_read, sum(shard.data.nbytes for shard in shards.values())
 
 
 def every(path):
@@ -105,15 +105,15 @@ def test_each_rank_reads_its_pieces_and_holds_no_more_than_them_and_a_unit(folde
     unit = max(*of_blocks, size - sum(of_blocks))
     row = 4 * 192  # a run may begin and end within rows
     for result in launch(every, folder, num_processes=ranks, timeout=200):
-        for (engine, whole), (loss, peak, read, pieces) in result.items():
+        for (engine, whole), (loss, peak, read, shards) in result.items():
             assert loss == pytest.approx(expected, abs=1e-5), (engine, whole)
             if whole:
                 assert peak > size, "what is otherwise there on every rank"
                 continue
             tensors = len(dict(model.named_parameters()))
-            assert pieces == pytest.approx(size / ranks, rel=0.02)
-            assert pieces <= read <= pieces + 2 * row * tensors, engine
-            assert peak <= pieces + unit + 2 * row + 4096 < size / 1.5, (engine, peak, pieces, unit, size)
+            assert shards == pytest.approx(size / ranks, rel=0.02)
+            assert shards <= read <= shards + 2 * row * tensors, engine
+            assert peak <= shards + unit + 2 * row + 4096 < size / 1.5, (engine, peak, shards, unit, size)
 
 
 def test_a_run_of_elements_is_that_of_the_whole(folder):

@@ -58,7 +58,7 @@ FOUND = {
     "camembert": "masked_lm",
     "albert": "classification",
 }
-"""Architectures whose layout a forward shows, but for two: a block that returns a tuple, positions within the encoder,
+"""Architectures whose layout a forward shows, all but two: a block that returns a tuple, positions within the encoder,
 a table that all blocks read, one block that runs twice, masks by the kind of attention of each block."""
 
 

@@ -1,4 +1,4 @@
-"""What lesson 06 claims, measured anew: peaks, waits, bytes, broken engines, dtypes, engines that agree, pieces."""
+"""What lesson 06 claims, measured anew: peaks, waits, bytes, broken engines, dtypes, engines that agree, shards."""
 
 import functools
 
@@ -140,7 +140,7 @@ def test_the_checkpoints(lesson, megabytes):
 
 
 class StopsHalfWay(checkpoint.FileSystemWriter):
-    """A writer on whose disk there is no room left when the pieces are written."""
+    """A writer on whose disk there is no room left when the shards are written."""
 
     def write_data(self, plan, planner):
         super().write_data(plan, planner).wait()

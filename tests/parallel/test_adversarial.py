@@ -204,7 +204,7 @@ def wrapped(name, model, make):
         engine = shard_with_torch(model, optimizer)
         return engine, optimizer, engine.whole_weights
     engine = SHARDED[name](model, optimizer)
-    return engine, optimizer, lambda: gather_whole(engine.pieces())
+    return engine, optimizer, lambda: gather_whole(engine.shards())
 
 
 def loop(module, optimizer, rank, world, steps=4):
@@ -450,7 +450,7 @@ def other_ways_to_step():
 
             assert engine.step(closure) > 0
             optimizer.zero_grad(set_to_none=False)
-        weights = gather_whole(engine.pieces())
+        weights = gather_whole(engine.shards())
         found[name] = max(
             ((weights[key] - p.detach()).abs().max().item() for key, p in plain.named_parameters() if weights),
             default=None,
@@ -558,7 +558,7 @@ def test_torch_clips_the_gradients_of_all_ranks(found, way):
 def test_a_gradient_in_pieces_says_so_where_it_cannot_be_read(found):
     assert found["said"].keys() == SHARDED.keys()
     for engine, (reading, early, storage, after) in found["said"].items():
-        assert "the gradient of `first.weight` lies in pieces on all ranks" in reading and "\n" not in reading
+        assert "the gradient of `first.weight` lies in shards on all ranks" in reading and "\n" not in reading
         # Stages 1 and 2 reduce what has come so far, whoever says no_sync; the others keep it, and must not clip less.
         assert (early is None) == (engine in ("zero1", "zero2")), early
         assert early is None or "backward within no_sync" in early

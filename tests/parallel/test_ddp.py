@@ -337,7 +337,7 @@ def by_our_ring(group, rank, ranks):
 
 
 def beside_torch(group, rank, ranks):
-    """The same bits as DistributedDataParallel's: at 4 ranks but for the order of the sums."""
+    """The same bits as DistributedDataParallel's: at 4 ranks except for the order of the sums."""
     mine, theirs = Blocks(), Blocks()
     engine = DataParallel(mine, group=group)
     torchs = DistributedDataParallel(theirs, process_group=group, gradient_as_bucket_view=True)

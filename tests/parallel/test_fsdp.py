@@ -75,11 +75,11 @@ def trained(case, group):
     rank = dist.get_rank(group)
     engine = shard(case, ranks_differ(build(case), rank), group)
     outcome = over_ranks(train(case, engine, rank, case.ranks), group)
-    return outcome | {"weights": gather_whole(engine.pieces(), group)}
+    return outcome | {"weights": gather_whole(engine.shards(), group)}
 
 
 class Unreduced(FlatParamGroup):
-    """Each rank keeps its own gradient of its piece: FSDP without the reduction."""
+    """Each rank keeps its own gradient of its shard: FSDP without the reduction."""
 
     def reduce_scatter(self):
         whole, self.gradient = self.gradient, None
@@ -127,12 +127,12 @@ def measured(group):
     with engine.no_sync():
         collectives = count_collectives(engine)
     found["no_sync"] = {"collectives": collectives, "gradients": storage_bytes(engine.resident()["gradients"])}
-    found["forgets"] = forgets(engine, lambda: engine.pieces()["transformer.h.0.attn.c_attn.weight"].data.grad)
+    found["forgets"] = forgets(engine, lambda: engine.shards()["transformer.h.0.attn.c_attn.weight"].data.grad)
     return found
 
 
 def reloaded(group):
-    """The loss after the pieces have been overwritten with the whole weights of another model, and that model's."""
+    """The loss after the shards have been overwritten with the whole weights of another model, and that model's."""
     other = build(Case())
     with torch.no_grad():
         for parameter in other.parameters():
@@ -140,7 +140,7 @@ def reloaded(group):
         expected = loss_sum(other, "gpt2", batch(0)).item()
         engine = shard(Case(), build(Case()), group)
         before = loss_sum(engine, "gpt2", batch(0)).item()
-        scatter_whole(dict(other.named_parameters()), engine.pieces())
+        scatter_whole(dict(other.named_parameters()), engine.shards())
         engine.refresh()
         return before, loss_sum(engine, "gpt2", batch(0)).item(), expected
 
@@ -159,7 +159,7 @@ def two_forwards_one_backward(group):
     model = build(Case(model="bert"))
     engine = shard(Case(model="bert"), model, group)
     loss(engine).backward()
-    gradients = {name: Shard(piece.shape, piece.start, piece.data.grad) for name, piece in engine.pieces().items()}
+    gradients = {name: Shard(shard.shape, shard.start, shard.data.grad) for name, shard in engine.shards().items()}
     whole = gather_whole(gradients, group)
     return max(gradient.abs().max() for gradient in expected.values()), furthest(whole or expected, expected)
 
@@ -368,4 +368,4 @@ def refusals():
 def test_refusals_say_what_to_do():
     said = launch(refusals, num_processes=1, timeout=240)[0]
     assert "cannot shard LBFGS" in said[0] and "unit Linear lies within unit Sequential" in said[1]
-    assert "no nn.ModuleList of like blocks" in said[2] and "gather_whole(engine.pieces())" in said[3]
+    assert "no nn.ModuleList of like blocks" in said[2] and "gather_whole(engine.shards())" in said[3]

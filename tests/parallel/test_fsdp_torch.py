@@ -70,7 +70,7 @@ def trained_from_scratch(case, group):
     model = build(case)
     engine = FullyShardedDataParallel(model, optimizer_for(model), group=group, **options(case))
     train(case, engine, rank, case.ranks)
-    return gather_whole(engine.pieces(), group)
+    return gather_whole(engine.shards(), group)
 
 
 def measured(mesh):

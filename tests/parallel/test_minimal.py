@@ -159,19 +159,19 @@ def with_fsdp():
     for layer in module.layers:
         layer.up.register_forward_hook(lambda *_: during.append(whole()))
         layer.up.register_full_backward_pre_hook(lambda *_: during.append(whole()))
-    optimizer = make_optimizer([unit.piece for unit in engine.units])
+    optimizer = make_optimizer([unit.shard for unit in engine.units])
     losses = train(module, optimizer, after_backward=lambda: between.append(whole()))
     assert module.head.weight.isnan().all()
     for unit in engine.units:
         unit.gather()
-    return weights_of(module), losses, during, between, [unit.piece.numel() for unit in engine.units]
+    return weights_of(module), losses, during, between, [unit.shard.numel() for unit in engine.units]
 
 
 def with_full_sharding(engine_class):
     module = net(dist.get_rank())
     engine = engine_class(module, make_optimizer(module.parameters()))
     losses = train(engine, engine)
-    return gather_whole(engine.pieces(), dist.group.WORLD), losses
+    return gather_whole(engine.shards(), dist.group.WORLD), losses
 
 
 def with_tensor_parallel(split_layers):

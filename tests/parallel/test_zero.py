@@ -98,7 +98,7 @@ def train(engine, optimizer, group, rank, world):
 def whole(engine, group):
     from course_lib.parallel.sharding import gather_whole
 
-    return gather_whole(engine.pieces(), group)
+    return gather_whole(engine.shards(), group)
 
 
 def parity():
@@ -194,7 +194,7 @@ def test_what_a_rank_holds_is_the_papers_formula():
             wanted = formula(stage, world, elements, low)
             total = sum(resident[kind] for kind in wanted)
             # Stage 2 and 3 keep the averaged gradient in fp32, and stage 3 its parameters: their fp32 master is
-            # the piece itself. So the kinds differ from the paper's split under bf16, and the sum does not.
+            # the shard itself. So the kinds differ from the paper's split under bf16, and the sum does not.
             exact = wanted["parameters"] + wanted["gradients"] + wanted["optimizer states"]
             if low and stage == 2:
                 exact += 2 * elements / world

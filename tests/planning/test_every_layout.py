@@ -279,7 +279,7 @@ def test_split_sequences_have_their_options():
 
 
 def test_the_printed_commands_of_split_sequences_are_runs_that_nothing_refuses(monkeypatch):
-    """As the search proposes them, with pieces as short as the tiny models are."""
+    """As the search proposes them, with shards as short as the tiny models are."""
     monkeypatch.setattr(proposed, "CONTEXT_TOKENS", 8)
     seen = Counter()
     for name in ("tiny-llama", "tiny-gpt2"):

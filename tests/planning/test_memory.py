@@ -178,7 +178,7 @@ def test_every_formula_of_korthikanti(h, a, s, b, t):
             assert of_block(model, b, s, tensor=tensor, **options) == pytest.approx(expected, rel=1e-12)
             seen.append(name)
     one = of_block(model, b, s, tensor=t, sequence_parallel=True)
-    pieces = {
+    shards = {
         "korthikanti-eq1-parts": of_block(model, b, s) == (11 + 19 + 4) * s * b * h + 5 * a * s * s * b,
         # p micro-batches in flight times L / p blocks: the pipeline's size cancels
         "korthikanti-eq5": in_flight("1f1b", p, 64) * layers / p * one
@@ -186,17 +186,17 @@ def test_every_formula_of_korthikanti(h, a, s, b, t):
         "korthikanti-interleave": in_flight("interleaved", p, 64, m) / p == pytest.approx(1 + (p - 1) / (p * m)),
     }
     ends = {1: s * b * h * layers / t * (1 / layers + 4 / layers * (1 + 51200 / h)), p: s * b * h * p / t}
-    pieces["korthikanti-extra"] = all(
+    shards["korthikanti-extra"] = all(
         outside_blocks(model, b, s, t, ranks) == pytest.approx(expected) for ranks, expected in ends.items()
     )
     best = best_checkpoints(layers, 2 * h, 34 * h)
-    pieces["megatron21-ckpt-optimum"] = best == math.sqrt(layers * 34 / 2) and all(
+    shards["megatron21-ckpt-optimum"] = best == math.sqrt(layers * 34 / 2) and all(
         checkpointed(layers, best, 2 * h, 34 * h) < checkpointed(layers, other * best, 2 * h, 34 * h)
         for other in (0.9, 1.1)
     )
     for row in rows("activation_memory_formula"):
-        if row["id"] in pieces:
-            assert pieces[row["id"]], row["id"]
+        if row["id"] in shards:
+            assert shards[row["id"]], row["id"]
             seen.append(row["id"])
     assert len(seen) == len(rows("activation_memory_formula")) == 11
 

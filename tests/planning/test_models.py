@@ -85,7 +85,7 @@ def test_settings_of_each_architecture(settings):
 
 
 def test_every_published_parameter_count():
-    """Names of rows and bundled models agree but for case and publisher."""
+    """Names of rows and bundled models agree except for case and publisher."""
     rows = [row for row in PUBLISHED if row["kind"] == "param_count"]
     seen = 0
     for row in rows:

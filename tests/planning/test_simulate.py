@@ -93,10 +93,10 @@ def test_the_total_is_that_of_torch_s_own_tracker():
     """Torch's counts in the same pass; it rounds nothing either, but does not see the batch as ours does."""
     trackers = []
 
-    def tracked(model, engine, optimizer, asked, ledger):
+    def tracked(model, engine, optimizer, asked, log):
         tracker = FSDPMemTracker(model, optimizer)
         with tracker:
-            run(model, engine, optimizer, asked, ledger)
+            run(model, engine, optimizer, asked, log)
         trackers.append(tracker)
 
     run = simulated._run
@@ -125,7 +125,7 @@ def test_every_strategy_holds_what_it_says():
 
 @pytest.mark.parametrize(("experts", "ranks"), [(2, 8), (3, 2), (4, 2)])
 def test_experts_are_not_cut_by_fsdp(experts, ranks):
-    """Along the first dimension there are as many pieces as experts: rank 0 has a whole one, or more than its share."""
+    """Along the first dimension there are as many shards as experts: rank 0 has a whole one, or more than its share."""
     config = MixtralConfig(
         vocab_size=64,
         hidden_size=16,

@@ -1,4 +1,4 @@
-"""What every drawn diagram is made of: boxes, labels and arrows on a page of 720 pixels, as SVG.
+"""Drawing kit of the diagrams: boxes, labels and arrows on a page of 720 pixels, as SVG.
 
 A diagram is a list of these three. So it can be asked what it shows (tests compare its arrows with what the library
 sends), its SVG stays small, and its text stays text.

@@ -58,7 +58,7 @@ def unit_life() -> Diagram:
 
 
 def checkpoint_states() -> Diagram:
-    """What a crash leaves, at each point of the writing of a checkpoint."""
+    """States that a crash leaves, at each point of the writing of a checkpoint."""
     wrong, right = tint(COLOURS["wrong"], 0.3), tint(COLOURS["optimizer states"], 0.5)
     diagram = Diagram(
         "Whenever it crashes, the latest whole checkpoint can be read",

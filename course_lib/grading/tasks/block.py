@@ -71,7 +71,7 @@ class WholeBlock(nn.Module):
 
 
 def piece(name: str, whole: np.ndarray, rank: int, world: int) -> np.ndarray:
-    """What a rank has of a weight."""
+    """A rank's part of a weight."""
     if name in WHOLE:
         return whole
     return np.split(whole, world, 0 if name in BY_ROWS else 1)[rank]

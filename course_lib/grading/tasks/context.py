@@ -199,20 +199,20 @@ def by_whole_sequence(case: Case) -> tuple[list[float], list[np.ndarray]]:
     logits = torch.from_numpy(case.inputs["logits"].copy()).double().requires_grad_()
     targets = torch.full((len(logits),), IGNORED)
     targets[:-1] = torch.from_numpy(case.inputs["labels"].copy())[1:]
-    each = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none") / (targets >= 0).sum()
-    (gradient,) = torch.autograd.grad(each.sum(), logits)
+    losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none") / (targets >= 0).sum()
+    (gradient,) = torch.autograd.grad(losses.sum(), logits)
     return (
-        [float(part.sum().detach()) for part in each.chunk(case.world_size)],
+        [float(part.sum().detach()) for part in losses.chunk(case.world_size)],
         np.split(gradient.numpy(), case.world_size),
     )
 
 
 def shares_add_up(case: Case, seen: Seen) -> Miss | None:
-    right, found = sum(by_whole_sequence(case)[0]), sum(number(seen, rank, "share") for rank in range(case.world_size))
+    right, total = sum(by_whole_sequence(case)[0]), sum(number(seen, rank, "share") for rank in range(case.world_size))
     return (
         None
-        if abs(right - found) <= 1e-4 * max(1.0, right)
-        else Miss(f"shares that sum to {right:.5g}", f"{found:.5g}")
+        if abs(right - total) <= 1e-4 * max(1.0, right)
+        else Miss(f"shares that sum to {right:.5g}", f"{total:.5g}")
     )
 
 

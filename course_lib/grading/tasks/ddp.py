@@ -49,7 +49,7 @@ def observe_average(function: Callable[..., Any], case: Case, rank: int) -> dict
 
 
 def weights_of(case: Case) -> np.ndarray:
-    """What is trained, one behind the other, before the first step."""
+    """Trained weights, one behind the other, before the first step."""
     return flat([parameter.detach().numpy() for parameter in trained(chain(case.inputs))])
 
 
@@ -99,7 +99,7 @@ AVERAGE = Task(
 
 
 def ring_case(rng: random.Random, world: int, size: int) -> dict:
-    """Where the size divides by 4, of whole numbers that float32 does not hold."""
+    """Case whose size divides by 4, of whole numbers that float32 does not hold."""
     return {"tensors": [numbers(rng, size) if size % 4 else whole(rng, 2**40, 2**50, size) for _ in range(world)]}
 
 

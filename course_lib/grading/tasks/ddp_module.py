@@ -146,7 +146,7 @@ def in_buckets(case: Case, seen: Seen) -> Miss | None:
 
 
 def leaves_early(case: Case, seen: Seen) -> Miss | None:
-    """When the next gradient comes, or backward ends, every bucket that is full and has its turn has left."""
+    """Rule: when the next gradient comes, or backward ends, every bucket that is full and has its turn has left."""
     buckets = buckets_of(case)
     for rank in range(case.world_size):
         for step, happened in enumerate(steps_of(seen, rank)):

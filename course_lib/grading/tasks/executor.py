@@ -100,14 +100,14 @@ def observe_run(function: Callable[..., Any], case: Case, rank: int) -> dict:
             record.note("step")
             for module in stages.values():
                 module.zero_grad()
-            found = function(
+            loss = function(
                 list(row),
                 dict(stages),
                 case.world_size * case.inputs["stages_per_rank"],
                 [torch.from_numpy(x.copy()) for x in inputs],
                 [torch.from_numpy(target.copy()) for target in targets],
             )
-            losses.append(plain(found))
+            losses.append(plain(loss))
             gradients.append(gradients_in(stages))
             with torch.no_grad():
                 for module in stages.values():

@@ -142,12 +142,12 @@ def rows_are(case: Case, seen: Seen) -> Miss | None:
 
 def counted(case: Case, seen: Seen) -> Miss | None:
     for rank, right in enumerate(arrived(case)[1]):
-        found = seen[rank].get("per_expert")
-        found = found.tolist() if isinstance(found, np.ndarray) else found
-        if not isinstance(found, list) or not all(type(number) is int for number in found):
-            raise Malformed(Miss("whole numbers as counts", short(found), rank))
-        if found != right:
-            return Miss(f"counts {right}", short(found), rank)
+        counts = seen[rank].get("per_expert")
+        counts = counts.tolist() if isinstance(counts, np.ndarray) else counts
+        if not isinstance(counts, list) or not all(type(number) is int for number in counts):
+            raise Malformed(Miss("whole numbers as counts", short(counts), rank))
+        if counts != right:
+            return Miss(f"counts {right}", short(counts), rank)
     return None
 
 

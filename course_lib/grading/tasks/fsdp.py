@@ -60,7 +60,7 @@ def shards_alone(weights: list[np.ndarray], rank: int, ranks: int) -> list[np.nd
 
 
 def living(storages: list[weakref.ref]) -> int:
-    """How many of the storages still hold memory."""
+    """Number of storages that still hold memory."""
     held = {id(storage): storage.nbytes() for storage in (reference() for reference in storages) if storage is not None}
     return sum(size > 0 for size in held.values())
 
@@ -117,7 +117,7 @@ def each_gathered_once(case: Case, seen: Seen) -> Miss | None:
 
 
 def gathered_ahead(ahead: int) -> Rule:
-    """When layer i computes, it and ``ahead`` more layers have begun to be gathered."""
+    """Rule: when layer i computes, it and ``ahead`` more layers have begun to be gathered."""
 
     def rule(case: Case, seen: Seen) -> Miss | None:
         layers = len(case.inputs["weights"])
@@ -146,7 +146,7 @@ def let_go(case: Case, seen: Seen) -> Miss | None:
 
 
 def waits_when_due(case: Case, seen: Seen) -> Miss | None:
-    """When layer i computes, no more than i + 1 gathers have been waited for."""
+    """Rule: when layer i computes, no more than i + 1 gathers have been waited for."""
     for rank in range(case.world_size):
         waited = computed = 0
         for event in events(seen, rank):

@@ -39,7 +39,7 @@ def draw_sharded(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Cas
 
 
 def whole_weights(sizes: range) -> int:
-    """How many tensors with memory for so many numbers are alive, and are no layer's own parameter."""
+    """Number of living tensors with memory for so many numbers that are no layer's own parameter."""
     seen = set()
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor) and not isinstance(thing, nn.Parameter) and thing.device.type == "cpu":
@@ -50,7 +50,7 @@ def whole_weights(sizes: range) -> int:
 
 
 def kept_since(before: int, sizes: range) -> int:
-    """How many more there are than ``before``; what a cycle keeps, or gloo's thread for a moment, does not count."""
+    """Number of tensors beyond ``before``; what a cycle keeps, or gloo's thread for a moment, does not count."""
     for _ in range(NAPS):
         if whole_weights(sizes) <= before:
             return 0

@@ -41,7 +41,7 @@ def notice_cases(rng: random.Random, worlds: Sequence[int] = (1, 2, 3)) -> list[
 
 
 def observe_notice(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    """What a rank did, in order. A signal that the function does not take is noted as the rank's end, and is not."""
+    """Events of a rank, in order. A signal that the function does not take is noted as the rank's end, and is not."""
     given, log = case.inputs, []
     hears = rank == case.world_size - 1
 

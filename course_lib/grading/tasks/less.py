@@ -91,16 +91,16 @@ def on_a_link(case: Case) -> tuple[int, dict[str, Fraction | None], str | None]:
 
 def fewest_steps(case: Case, seen: Seen) -> Miss | None:
     right = on_a_link(case)[0]
-    found = array(seen, 0, "local_steps", ())
-    return None if found == right else Miss(f"{right} local steps", f"{found:g}")
+    counted = array(seen, 0, "local_steps", ())
+    return None if counted == right else Miss(f"{right} local steps", f"{counted:g}")
 
 
 def seconds_to_the_loss(case: Case, seen: Seen) -> Miss | None:
-    found = seen[0].get("seconds")
-    if not isinstance(found, dict) or set(found) != set(case.inputs["ways"]):
-        return Miss("seconds by way", short(found))
+    seconds = seen[0].get("seconds")
+    if not isinstance(seconds, dict) or set(seconds) != set(case.inputs["ways"]):
+        return Miss("seconds by way", short(seconds))
     for name, right in on_a_link(case)[1].items():
-        value = found[name]
+        value = seconds[name]
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if (value is not None) if right is None else not (number and abs(value - right) <= 1e-6 * right):
             return Miss(f"{name}: {'None' if right is None else f'{float(right):.6g} s'}", short(value))
@@ -108,9 +108,9 @@ def seconds_to_the_loss(case: Case, seen: Seen) -> Miss | None:
 
 
 def first_there(case: Case, seen: Seen) -> Miss | None:
-    right, found = on_a_link(case)[2], seen[0].get("first", "")
-    if type(found) is not type(right) or found != right or not isinstance(seen[0].get("seconds"), dict):
-        return Miss(f"first: {right}", short(found))
+    right, first = on_a_link(case)[2], seen[0].get("first", "")
+    if type(first) is not type(right) or first != right or not isinstance(seen[0].get("seconds"), dict):
+        return Miss(f"first: {right}", short(first))
     return None
 
 
@@ -172,7 +172,7 @@ def draw_averages(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Ca
 
 
 def states_of(model: nn.Module, optimizer: Optimizer) -> Tensor:
-    """What is a rank's own: the states of its optimizer, in the order of the parameters, and its buffers."""
+    """A rank's own states: those of its optimizer, in the order of the parameters, and its buffers."""
     states = [state for parameter in model.parameters() for state in optimizer.state.get(parameter, {}).values()]
     return torch.cat([value.detach().reshape(-1) for value in [*states, *model.buffers()]])
 
@@ -217,7 +217,7 @@ def averaged(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
         for kept, model in zip(weights, models, strict=True):
             kept.append(all_weights(model).numpy().copy())
     return [np.stack(kept) for kept in weights], [
-        plain(states_of(*each)) for each in zip(models, optimizers, strict=True)
+        plain(states_of(*pair)) for pair in zip(models, optimizers, strict=True)
     ]
 
 

@@ -73,18 +73,18 @@ def off_by_half_a_scale(kind: str) -> Rule:
     def rule(case: Case, seen: Seen) -> Miss | None:
         right, allowed = summed(case)
         for rank in range(case.world_size):
-            found = array(seen, rank, "total", right.shape)
+            total = array(seen, rank, "total", right.shape)
             if (case.inputs["kind"] == HALF) != (kind == HALF):
                 continue
             if seen[rank].get("dtype") != f"torch.{case.inputs['kind'].split(',')[0]}":
                 return Miss(f"a sum in {case.inputs['kind']}", short(seen[rank].get("dtype")), rank)
             with np.errstate(invalid="ignore"):
-                wrong = np.isfinite(allowed) & ~(np.abs(found - right) <= allowed)
+                wrong = np.isfinite(allowed) & ~(np.abs(total - right) <= allowed)
             if wrong.any():
                 place = int(np.argmax(wrong))
                 return Miss(
                     f"total[{place}] = {right[place]:.5g}, at most {allowed[place]:.2g} off",
-                    f"{found[place]:.5g}",
+                    f"{total[place]:.5g}",
                     rank,
                     f"in block {place // case.inputs['block']}",
                 )
@@ -96,13 +96,13 @@ def off_by_half_a_scale(kind: str) -> Rule:
 def broken_blocks(case: Case, seen: Seen) -> Miss | None:
     right, allowed = summed(case)
     for rank in range(case.world_size):
-        found = array(seen, rank, "total", right.shape)
-        still = ~np.isfinite(allowed) & ~np.isnan(found)
+        total = array(seen, rank, "total", right.shape)
+        still = ~np.isfinite(allowed) & ~np.isnan(total)
         if still.any():
             place = int(np.argmax(still))
             return Miss(
                 f"total[{place}] = nan",
-                f"{found[place]:.5g}",
+                f"{total[place]:.5g}",
                 rank,
                 f"in block {place // case.inputs['block']} a rank has a number that is not finite",
             )
@@ -115,11 +115,11 @@ def same_bits(key: str) -> Rule:
     def rule(case: Case, seen: Seen) -> Miss | None:
         first = array(seen, 0, key)
         for rank in range(1, case.world_size):
-            found = array(seen, rank, key, first.shape)
-            apart = (found != first) & ~(np.isnan(found) & np.isnan(first))
+            value = array(seen, rank, key, first.shape)
+            apart = (value != first) & ~(np.isnan(value) & np.isnan(first))
             if apart.any():
                 place = tuple(map(int, np.argwhere(apart)[0]))
-                return Miss(f"{key}{list(place)} = {first[place]:.9g} as on rank 0", f"{found[place]:.9g}", rank)
+                return Miss(f"{key}{list(place)} = {first[place]:.9g} as on rank 0", f"{value[place]:.9g}", rank)
         return None
 
     return rule
@@ -175,9 +175,9 @@ def powersgd_case(rng: random.Random, world: int, kind: str) -> dict:
     gradients = [numbers(rng, steps, rows, columns) for _ in range(world)]
     if kind == ONE:
         column = numbers(rng, rows, 1) + np.float32(1 / 128)
-        gradients = [column * each[:, :1] for each in gradients]
+        gradients = [column * gradient[:, :1] for gradient in gradients]
     if kind == ZEROS:
-        gradients = [0 * each[:1] for each in gradients]
+        gradients = [0 * gradient[:1] for gradient in gradients]
     return {"kind": kind, "gradients": gradients, "q": numbers(rng, columns, rank)}
 
 
@@ -247,8 +247,8 @@ def late_not_lost(case: Case, seen: Seen) -> Miss | None:
     )
     where = "applied + mean of left_out"
     with np.errstate(all="ignore"):
-        found = np.cumsum(applied[0], axis=0) + np.mean(waits, axis=0)
-    return near([{where: found}], where, [right], 1e-3, first_step=1)
+        expected = np.cumsum(applied[0], axis=0) + np.mean(waits, axis=0)
+    return near([{where: expected}], where, [right], 1e-3, first_step=1)
 
 
 POWERSGD = Task(

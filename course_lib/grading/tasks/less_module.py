@@ -95,8 +95,8 @@ def trained(case: Case) -> tuple[list[np.ndarray], float]:
     models = [Gated(inputs) for _ in range(case.world_size)]
     optimizers = [Inner(inputs["optimizer"], model.parameters()) for model in models]
     shared = [parameter.detach().clone() for parameter in learning(models[0])]
-    velocity = [torch.zeros_like(each) for each in shared]
-    left_out = [[torch.zeros_like(each) for each in shared] for _ in models]
+    velocity = [torch.zeros_like(tensor) for tensor in shared]
+    left_out = [[torch.zeros_like(tensor) for tensor in shared] for _ in models]
     weights: list[list[np.ndarray]] = [[] for _ in models]
     lead = 1.0
     for number in local_steps(models, optimizers, inputs["rows"]):
@@ -119,7 +119,7 @@ def trained(case: Case) -> tuple[list[np.ndarray], float]:
                 learning(model)[place].data.copy_(of_all)
         for kept_of, model in zip(weights, models, strict=True):
             kept_of.append(all_weights(model).numpy().copy())
-    return [np.stack(each) for each in weights], lead
+    return [np.stack(tensor) for tensor in weights], lead
 
 
 def as_one_process(key: str, ties: bool) -> Rule:
@@ -145,7 +145,7 @@ def agreed_to_the_bit(case: Case, seen: Seen) -> Miss | None:
 
 def pairs_alone(case: Case, seen: Seen) -> Miss | None:
     """In every H-th step one or two all-gathers of the pairs, 8 bytes each; nothing in the others."""
-    pairs = sum(ceil(case.inputs["density"] * each.numel()) for each in learning(Gated(case.inputs)))
+    pairs = sum(ceil(case.inputs["density"] * parameter.numel()) for parameter in learning(Gated(case.inputs)))
     most = 8 * pairs * case.world_size
     for rank in range(case.world_size):
         for number, made in enumerate(by_step(seen, rank, len(case.inputs["rows"][0])), 1):

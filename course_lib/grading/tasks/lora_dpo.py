@@ -160,8 +160,8 @@ def answer_scores(model: Adapted, ids: Tensor, labels: Tensor, *, how: str) -> T
     wanted = labels if how == "unshifted" else labels[:, 1:]
     if how == "all":
         wanted = ids[:, 1:]
-    each = -F.cross_entropy(logits.transpose(1, 2), wanted, ignore_index=IGNORED, reduction="none")
-    return each.sum(1) / ((wanted != IGNORED).sum(1).clamp(min=1) if how == "mean" else 1)
+    losses = -F.cross_entropy(logits.transpose(1, 2), wanted, ignore_index=IGNORED, reduction="none")
+    return losses.sum(1) / ((wanted != IGNORED).sum(1).clamp(min=1) if how == "mean" else 1)
 
 
 def by_hand(case: Case, how: str = "") -> dict[str, np.ndarray]:

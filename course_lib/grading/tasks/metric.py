@@ -70,7 +70,7 @@ def draw_metrics(rng: random.Random, worlds: Sequence[int] | None = None) -> lis
 
 
 def key(name: str, call: int) -> str:
-    """What an observation calls a score."""
+    """Name of a score in an observation."""
     return f"{name} of compute() number {call}"
 
 

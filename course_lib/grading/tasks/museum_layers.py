@@ -259,8 +259,8 @@ def between_the_ends(case: Case, seen: Seen) -> Miss | None:
         sent = sum(int(said[1]) for said in words if said[0] == "send" and said[1:] == [str(size), "to", str(peer)])
         others = [" ".join(said) for said in words if said[0] not in ("send", "recv")]
         if last and (sent != (0 if peer is None else size) or others or (peer is None and words)):
-            found = ", ".join(" ".join(said) for said in words) or "nothing"
-            return Miss("a send and a receive between the first and the last stage alone", found, rank)
+            listed = ", ".join(" ".join(said) for said in words) or "nothing"
+            return Miss("a send and a receive between the first and the last stage alone", listed, rank)
         name = f"blocks.{rank}.weight"
         if miss := near([{name: seen[rank].get(name)}], name, [stage(case, rank)[name]]):
             return Miss(miss.expected, miss.found, rank)

@@ -101,11 +101,11 @@ def of_counted_tokens(case: Case) -> tuple[float, list[np.ndarray]]:
 
 def averages_to_the_mean(case: Case, seen: Seen) -> Miss | None:
     right = of_counted_tokens(case)[0]
-    found = sum(number(seen, rank, "loss") for rank in range(case.world_size)) / case.world_size
+    loss = sum(number(seen, rank, "loss") for rank in range(case.world_size)) / case.world_size
     return (
         None
-        if abs(found - right) <= 1e-4 * max(1.0, right)
-        else Miss(f"losses with a mean of {right:.5g}", f"{found:.5g}")
+        if abs(loss - right) <= 1e-4 * max(1.0, right)
+        else Miss(f"losses with a mean of {right:.5g}", f"{loss:.5g}")
     )
 
 
@@ -199,7 +199,7 @@ def observe_twice(function: Callable[..., Any], case: Case, rank: int) -> dict:
     """Each step is two backwards, as where a module is computed anew for its second use."""
     factors = torch.from_numpy(case.inputs["factors"][rank].copy())
     weights = [torch.zeros(factors.shape[-1], requires_grad=True) for _ in range(3)]
-    found: dict[str, list] = {"once": [], "twice": []}
+    traces: dict[str, list] = {"once": [], "twice": []}
     with Recorder() as record:
         finish = function(weights)
         for step, (first, middle, again, last) in enumerate(factors):
@@ -209,12 +209,12 @@ def observe_twice(function: Callable[..., Any], case: Case, rank: int) -> dict:
             record.note(f"backward of step {step}")
             finish()
             once, twice, other = (weight.grad.clone() for weight in weights if weight.grad is not None)
-            found["once"].append(torch.stack((once, other)))
-            found["twice"].append(twice)
+            traces["once"].append(torch.stack((once, other)))
+            traces["twice"].append(twice)
             for weight in weights:
                 weight.grad = None
     dist.barrier()
-    return {name: plain(torch.stack(each)) for name, each in found.items()} | {"events": record.events}
+    return {name: plain(torch.stack(values)) for name, values in traces.items()} | {"events": record.events}
 
 
 def mean_by_uses(name: str) -> Rule:

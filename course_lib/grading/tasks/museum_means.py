@@ -251,19 +251,19 @@ def observe_outer(function: Callable[..., Any], case: Case, rank: int) -> dict:
             seen["weights"].append(weights.clone())
             seen["momentum"].append(momentum.clone())
             before = weights.clone()
-    return {name: plain(torch.stack(each)) for name, each in seen.items()} | {"events": record.events}
+    return {name: plain(torch.stack(values)) for name, values in seen.items()} | {"events": record.events}
 
 
 def by_outer_steps(case: Case) -> dict[str, np.ndarray]:
     """In float64, by step."""
     weights, momentum = case.inputs["before"].astype(np.float64), 0.0
-    found: dict[str, list] = {"weights": [], "momentum": []}
+    traces: dict[str, list] = {"weights": [], "momentum": []}
     for walk in case.inputs["walks"].astype(np.float64).mean(0):
         momentum = case.inputs["beta"] * momentum - walk
         weights = weights - case.inputs["rate"] * momentum
-        found["weights"].append(weights)
-        found["momentum"].append(momentum)
-    return {name: np.stack(each) for name, each in found.items()}
+        traces["weights"].append(weights)
+        traces["momentum"].append(momentum)
+    return {name: np.stack(values) for name, values in traces.items()}
 
 
 def of_outer_steps(name: str) -> Rule:

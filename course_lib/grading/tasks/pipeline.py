@@ -54,7 +54,7 @@ def written(rows: list[list[Any]]) -> str:
 
 
 def drawn(schedule: Schedule) -> str:
-    """When each action of a table runs, a row for each rank: ``F0F1B0····``."""
+    """Drawing of a table, a row for each rank: ``F0F1B0····``."""
     timeline = simulate(schedule, COSTS)
     width = max(1, min(4, DRAWN // int(timeline.makespan)))
     rows = []
@@ -64,7 +64,7 @@ def drawn(schedule: Schedule) -> str:
             room = width * int(span.end - span.start)
             text = str(span.action)
             labels = (text, text.lstrip("0123456789"), str(span.action.microbatch))
-            label = next((each for each in labels if len(each) < room), labels[-1][-room:])
+            label = next((candidate for candidate in labels if len(candidate) < room), labels[-1][-room:])
             row += "·" * (width * int(span.start) - len(row)) + label.ljust(room, "-" if room > width else " ")
         rows.append(f"rank {rank} |{row.ljust(width * int(timeline.makespan), '·')}|")
     return "\n".join(["your table, · is waiting:", *rows])

@@ -16,12 +16,12 @@ SEVEN_BILLION = {"layers": 32, "width": 4096, "intermediate": 11008, "vocabulary
 
 
 def refused(refusal: ValueError, function: Callable[..., Any]) -> dict[str, str]:
-    """What an observer notes of a ValueError: what it says, and the line that raised it, which may be no refusal."""
+    """Note of a ValueError: its message, and the line that raised it, which may be no refusal."""
     return {"refusal": str(refusal)[:200], "raised": own_code.told(refusal, own_code.file_of(function))}
 
 
 def exactly(actual: float, right: float) -> bool:
-    """Whether two numbers are the same but for rounding."""
+    """Whether two numbers are the same except for rounding."""
     return abs(actual - right) <= 1e-9 * max(abs(right), 1e-12)
 
 

@@ -141,7 +141,7 @@ def stopped(case: Case) -> Run:
 
 
 def parts_of(run: Run) -> dict[str, bytes]:
-    """What a checkpoint has to bring back, by its name for a learner, as bytes."""
+    """Parts that a checkpoint has to bring back, by their names for a learner, as bytes."""
     tensors = {
         "the model": [*run.model.state_dict().values()],
         "the optimizer's momentum": run.optimizer.velocity,
@@ -211,7 +211,7 @@ def losses_due(case: Case) -> list[float]:
 
 
 def columns(case: Case, seen: Seen, key: str) -> np.ndarray:
-    """What was seen of a run's steps, of shape (steps, 3).
+    """Numbers seen of a run's steps, of shape (steps, 3).
 
     Raises:
         Malformed: something else.
@@ -243,7 +243,7 @@ def goes_on(column: int, what: str, due: Callable[[Case], list[float]]) -> Rule:
 
 
 def not_put_back(seen: Seen) -> str:
-    """What of the run was not as it was at the checkpoint, once it had been put back."""
+    """Parts of the run that were not as at the checkpoint, once it had been put back."""
     odd = [part for part in items(seen, 0, "other than it was", str) if len(part) < 40]
     return f"not as it was at the checkpoint: {', '.join(odd)}" if odd else ""
 

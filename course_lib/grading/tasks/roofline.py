@@ -140,7 +140,7 @@ def is_near(value: Any, right: float) -> bool:
 
 
 def owner_of(case: Case, kernel: int) -> str:
-    """Which operator a kernel is of."""
+    """Operator that a kernel is of."""
     owners = [place for place, about in enumerate(case.inputs["operators"]) for _ in kernels_of(about)]
     place = owners[kernel]
     about = case.inputs["operators"][place]

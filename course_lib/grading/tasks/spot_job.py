@@ -180,7 +180,7 @@ def are_texts(case: Case, seen: Seen) -> Miss | None:
 
 
 def ranks_are(case: Case, seen: Seen) -> Miss | None:
-    hosts, each = case.inputs["hosts"], max(1, case.inputs["gpus"])
+    hosts, per_host = case.inputs["hosts"], max(1, case.inputs["gpus"])
     made = items(seen, 0, "environment", dict)
     if len(made) != len(hosts):
         return Miss(f"the environment of {len(hosts)} machines", f"of {len(made)}")
@@ -189,8 +189,8 @@ def ranks_are(case: Case, seen: Seen) -> Miss | None:
             "MASTER_ADDR": hosts[0],
             "NNODES": str(len(hosts)),
             "NODE_RANK": str(place),
-            "NPROC_PER_NODE": str(each),
-            "WORLD_SIZE": str(each * len(hosts)),
+            "NPROC_PER_NODE": str(per_host),
+            "WORLD_SIZE": str(per_host * len(hosts)),
         }
         for name, value in right.items():
             if mine.get(name) != value or type(mine.get(name)) is not str:
@@ -218,9 +218,9 @@ def trains(case: Case, seen: Seen) -> Miss | None:
 def resumes(case: Case, seen: Seen) -> Miss | None:
     """From the last checkpoint that was whole, to the state of a job that was never interrupted."""
     every, last, right = case.inputs["every"], case.inputs["last"], state_due(case)
-    found = items(seen, 0, "resumed", list)
+    resumed = items(seen, 0, "resumed", list)
     saves = [0, *(step for step in range(1, last + 1) if step % every == 0 or step == last)]
-    for one in found:
+    for one in resumed:
         if len(one) != 4 or type(one[0]) is not int or type(one[1]) is not int:
             raise Malformed(Miss("interruptions, and what came after each", short(one)))
         done, first, state, in_a_step = one
@@ -231,7 +231,7 @@ def resumes(case: Case, seen: Seen) -> Miss | None:
             return Miss(f"go on with step {' or '.join(map(str, allowed))}, {where}", f"step {first}")
         if state != right:
             return Miss(f"the state of a job that was never interrupted, {where}", short(state))
-    return None if len(found) > last else Miss("interruptions", f"{len(found)}")
+    return None if len(resumed) > last else Miss("interruptions", f"{len(resumed)}")
 
 
 def refuses_another(case: Case, seen: Seen) -> Miss | None:

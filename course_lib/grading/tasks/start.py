@@ -90,7 +90,7 @@ ENVIRONMENT = Task(
 
 
 def broadcast_case(rng: random.Random, world: int) -> dict:
-    """What the others hold has infinities, both NaN and an infinity, or whole numbers that float32 does not hold."""
+    """Case in which others hold infinities, NaN and an infinity, or whole numbers that float32 does not hold."""
     values = numbers(rng, rng.randrange(3, 9))
     rest = [np.resize(np.array([np.inf, np.nan, -np.inf, -3.0], np.float32), values.shape) for _ in range(world - 1)]
     if world % 2:

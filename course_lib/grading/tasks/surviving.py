@@ -125,7 +125,7 @@ def saved(function: Callable[..., Any], case: Case, disk: Disk) -> int:
 
 
 def read_back(function: Callable[..., Any], case: Case, disk: Disk) -> list[Any]:
-    """What a new store finds newest: [step, whether its files are those that were saved]; [None, True]: nothing."""
+    """Newest checkpoint of a new store: [step, whether its files are those that were saved]; [None, True]: nothing."""
     newest = function(disk, case.inputs["keep"]).newest()
     if newest is None:
         return [None, True]
@@ -147,12 +147,12 @@ def observe_saving(function: Callable[..., Any], case: Case, rank: int) -> dict:
         for _ in range(3):  # torn in different places
             broken = Disk(rng, cut)
             done = saved(function, case, broken)
-            found = broken.after_power_cut()
-            newest = read_back(function, case, found)
-            again = function(found, case.inputs["keep"])  # and training goes on: a save over what was left behind
+            survived = broken.after_power_cut()
+            newest = read_back(function, case, survived)
+            again = function(survived, case.inputs["keep"])  # and training goes on: a save over what was left behind
             parts = case.inputs["parts"][-1]
             again.save(case.inputs["steps"][-1], {name: text.encode() for name, text in parts.items()})
-            cuts.append([done, *newest, *read_back(function, case, found)])
+            cuts.append([done, *newest, *read_back(function, case, survived)])
     damaged = []
     for path in [path for path in left for _ in range(DAMAGES)]:
         hurt = Disk(rng)
@@ -175,11 +175,11 @@ def survives(case: Case, seen: Seen) -> Miss | None:
     for number_, (done, step, whole, *_) in enumerate(cuts):
         allowed = steps[done : done + 2]
         if step not in allowed or whole is not True:
-            found = f"step {step}" + ("" if whole is True else " with other files than were saved")
+            text = f"step {step}" + ("" if whole is True else " with other files than were saved")
             return Miss(
                 f"step {' or '.join(map(str, allowed))} after a power cut in operation {number_ // 3 + 1}, "
                 f"when {done} saves had returned",
-                found,
+                text,
             )
     return None
 
@@ -197,14 +197,14 @@ def goes_on(case: Case, seen: Seen) -> Miss | None:
 
 
 def notices_damage(case: Case, seen: Seen) -> Miss | None:
-    """Where a file was damaged, an older checkpoint that is whole, or none; never other files than were saved."""
+    """Rule: of a damaged file, an older checkpoint that is whole, or none; never other files than were saved."""
     last_of = case.inputs["steps"][-min(case.inputs["keep"], 3) :]
     damaged = items(seen, 0, "damaged", list)
-    for number_, found in enumerate(damaged):
+    for number_, outcome in enumerate(damaged):
         files = items(seen, 0, "files", str)
-        if found[1:] != [True] or (found[0] is None and len(last_of) > 1) or found[0] not in (None, *last_of):
+        if outcome[1:] != [True] or (outcome[0] is None and len(last_of) > 1) or outcome[0] not in (None, *last_of):
             where = files[number_ // DAMAGES] if number_ // DAMAGES < len(files) else "a file"
-            return Miss(f"a whole checkpoint, with {short(where)} damaged", short(found))
+            return Miss(f"a whole checkpoint, with {short(where)} damaged", short(outcome))
     return None if damaged else Miss("files of checkpoints", "none")
 
 

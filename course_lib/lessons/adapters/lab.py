@@ -103,7 +103,7 @@ def prepared(method: str) -> nn.Module:
 
 
 def held(way: str, method: str) -> Held:
-    """What this rank holds and sends in its second step, which finds the optimizer's state; the ranks have joined."""
+    """Bytes that this rank holds and sends in its second step, with the optimizer's state; the ranks have joined."""
     model = prepared(method)
     weights = [p for p in model.parameters() if p.requires_grad]
     trained = sum(p.numel() for p in weights)
@@ -194,12 +194,12 @@ def loaded(folder: Path, *, way: str = "FSDP2", sliced: bool = True) -> dict[str
         )
         files = sliced_weights.SlicedWeights(folder)
         if sliced:
-            pieces = (
-                engine.pieces()
+            shards = (
+                engine.shards()
                 if way == "ZeRO-3"
                 else {name: own_rows(weight, rank, ranks) for name, weight in model.named_parameters()}
             )
-            sliced_weights.fill(pieces, files)
+            sliced_weights.fill(shards, files)
             if way == "ZeRO-3":
                 engine.refresh()
         log.stop()

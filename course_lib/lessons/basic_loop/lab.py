@@ -1,4 +1,4 @@
-"""What lesson 01 measures of a training step: bytes by kind and by moment, seconds, padding, the gradient itself.
+"""Measurements of lesson 01: a step's bytes by kind and by moment, its seconds, padding, and the gradient.
 
 Bytes are exact counts of tensors, not readings of the process's memory, so they are the same on
 every machine; what an allocator adds on top is not in them.

@@ -246,7 +246,7 @@ def planner_error() -> float:
 
 
 def rented_config(project: Project, plan: Rented) -> Config:
-    """What is submitted: the rehearsed run, laid out as planned, with the fields that the project changes."""
+    """Config that is submitted: the rehearsed run, laid out as planned, with the fields that the project changes."""
     here = project.config(Path("runs/capstone"))
     whole = {
         "max_steps": None,

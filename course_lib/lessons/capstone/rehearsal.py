@@ -166,7 +166,7 @@ class KillAt(Callback):
 
 @dataclass(frozen=True)
 class Broken:
-    """What a killed run left.
+    """Files that a killed run left.
 
     Attributes:
         how: what ended it, in the launcher's words.

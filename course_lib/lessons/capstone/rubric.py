@@ -41,7 +41,7 @@ class JobSubmission:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a project left.
+    """Evidence that a project left.
 
     Attributes:
         rented: the plan for the rented machines.
@@ -243,7 +243,7 @@ def bounded(project: Project, evidence: Evidence) -> Criterion:
 
 
 def interruption_is_cheap(project: Project, evidence: Evidence) -> Criterion:
-    """What lies between two checkpoints costs no more than :data:`AT_RISK` of the budget."""
+    """Rule: what lies between two checkpoints costs no more than :data:`AT_RISK` of the budget."""
     asked, job = f"An interruption costs no more than {AT_RISK:.0%} of the budget", evidence.submitted
     if job is None or evidence.rented.step_seconds is None:
         return Criterion(asked, False, "no job", "nothing fits, so nothing is sent")
@@ -291,7 +291,7 @@ def _by_arm(runs: Sequence[Tracked], name: str) -> dict[str, list[int]]:
 
 
 def conclusion(runs: Sequence[Tracked]) -> str:
-    """What the compared runs allow to say, in a sentence or two."""
+    """Conclusion that the compared runs allow, in a sentence or two."""
     arms, (gap, error) = table(runs), gap_and_error(runs)
     ratio = arms.loc["other"] / arms.loc["chosen"]
     if abs(gap) <= ROUNDING and not error > ROUNDING:

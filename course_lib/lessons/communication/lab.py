@@ -112,7 +112,7 @@ class TrainingRun:
         return sum(map(sum, self.messages)) / len(self.messages)
 
     def seconds(self, link: Link, compute: float) -> list[float]:
-        """When each step ends over a link, if a step computes so many seconds; see :func:`step_ends`."""
+        """End of each step over a link, if a step computes so many seconds; see :func:`step_ends`."""
         return step_ends(self.messages, link, compute, self.overlap)
 
     def first_below(self, loss: float) -> int | None:

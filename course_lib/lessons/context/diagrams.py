@@ -10,7 +10,7 @@ WORK = COLOURS["activations"]
 
 
 def keys_on_the_ring(ranks: int = 3) -> Diagram:
-    """Whose keys and values each rank has in each step of a causal ring with contiguous parts, and what it does.
+    """Keys and values on each rank in each step of a causal ring with contiguous parts, and what the rank does.
 
     Args:
         ranks: 2 to 4.

@@ -1,4 +1,4 @@
-"""What lesson 02 measures of buckets over a slow link: how early they leave, and what each message costs.
+"""Measurements of lesson 02: buckets over a slow link, how early they leave, and what each message costs.
 
 The functions run on ranks (:func:`course_lib.launching.launch.launch`) and return plain numbers.
 """

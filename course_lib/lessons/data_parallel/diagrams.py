@@ -109,7 +109,7 @@ def dealt_rows(rows: int, batch_size: int, ranks: int) -> list[list[list[int]]]:
 
 
 def dealing(rows: int = 10, batch_size: int = 4, ranks: int = 2) -> Diagram:
-    """Which rank computes which rows, and which rows are computed twice.
+    """Rows that each rank computes, and rows that are computed twice.
 
     Args:
         rows: of the data, at most 24.

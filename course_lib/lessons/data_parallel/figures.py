@@ -15,7 +15,7 @@ from course_lib.metering.meter import ring_bytes
 
 
 def drift(spread: Mapping[str, Sequence[float]], right: str) -> Figure:
-    """How far apart the ranks' weights are, after each step.
+    """Spread of the ranks' weights after each step.
 
     Args:
         spread: by what the ranks do, the largest difference of a weight between ranks, from before step 1.
@@ -48,7 +48,7 @@ def drift(spread: Mapping[str, Sequence[float]], right: str) -> Figure:
 
 
 def bytes_against_ranks(naive: Mapping[int, float], ring: Mapping[int, float], up_to: int = 16) -> Figure:
-    """What the busiest rank sends in one all-reduce: measured points on the formulas' lines.
+    """Bytes of the busiest rank in one all-reduce: measured points on the formulas' lines.
 
     Args:
         naive: by number of ranks, what rank 0 sends where everyone sends to it, in sizes of the tensor.
@@ -101,7 +101,7 @@ def buckets_leaving(ways: Mapping[str, Sending]) -> Figure:
 
 
 def over_link(ways: Mapping[str, OverLink]) -> Figure:
-    """How long each way takes over a slow link until all gradients are averaged: every try, and on paper.
+    """Time of each way over a slow link until all gradients are averaged: every try, and on paper.
 
     Args:
         ways: by name.
@@ -148,7 +148,7 @@ def over_link(ways: Mapping[str, OverLink]) -> Figure:
 def seconds_against_bytes(
     seconds: Mapping[int, Sequence[float]], small: int, large: int, latency: float, rate: float
 ) -> Figure:
-    """How long an all-reduce of two ranks takes by the size of its tensor: every try, medians, and the ring's formula.
+    """Time of an all-reduce of two ranks by the size of its tensor: every try, medians, and the ring's formula.
 
     Args:
         seconds: by bytes, of each try.

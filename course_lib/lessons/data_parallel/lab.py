@@ -1,4 +1,4 @@
-"""What lesson 02 measures on real ranks: bytes of an all-reduce, buckets that leave early, two engines side by side.
+"""Measurements of lesson 02: bytes of an all-reduce, buckets that leave early, two engines side by side.
 
 The functions that say "on one rank" are run by `launch` on every rank, and return plain numbers.
 """
@@ -128,7 +128,7 @@ def share(ids: Tensor) -> Tensor:
 
 
 class Way(NamedTuple):
-    """How gradients are put into buckets.
+    """A way to put gradients into buckets.
 
     Attributes:
         first_bytes: the first bucket is closed at this size.

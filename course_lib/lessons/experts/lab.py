@@ -1,4 +1,4 @@
-"""What lesson 15 trains with the library's layer: gradients by groups, and load, capacity and remedies over many steps.
+"""Measurements of lesson 15: gradients by groups, and load, capacity and remedies over many steps.
 
 The lesson's own model has `moe`, a layer with `router`, a linear one, and `experts`, a list of modules with `gate_up`
 and `down`. A batch is (inputs, targets) of all ranks, of which each takes its part.
@@ -133,7 +133,7 @@ def with_library(
 
 
 def times_too_large(build: Build, batch: Batch, k: int, sizes: Sequence[int]) -> dict[int, float]:
-    """What a mean over the ranks that hold an expert makes of its gradient, over the right one, by ranks that share."""
+    """Factor of an expert's gradient by a mean over the ranks that hold it, over the right one, by ranks that share."""
     times = {}
     for size in sizes:
         model, groups = build().to(Accelerator().device), expert_groups(size)
@@ -236,7 +236,7 @@ class Trained(NamedTuple):
         return self.worked[-LAST:].amax(1).mean().item()
 
     def if_shared_by(self, ranks: int) -> float:
-        """What :attr:`busiest_rank` would be, by the same choices, if so many ranks shared the experts."""
+        """Value of :attr:`busiest_rank`, by the same choices, if so many ranks shared the experts."""
         return over_mean(self.chosen.unflatten(1, (ranks, -1)).sum(2))
 
 

@@ -1,4 +1,4 @@
-"""What torchrun does with a rank that fails: it names the first failure, from the error file that the rank left."""
+"""Failing ranks under torchrun: it names the first failure, from the error file that the rank left."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ LIMIT = 120.0
 
 @dataclass(frozen=True)
 class Launched:
-    """How a launch ended.
+    """End of a launch.
 
     Attributes:
         code: torchrun's exit code.

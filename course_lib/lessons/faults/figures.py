@@ -16,7 +16,7 @@ GUILTY, INNOCENT = COLOURS["wrong"], COLOURS["right"]
 
 
 def last_collectives(hangs: Mapping[str, Sequence[ReportedRank]], guilty: Mapping[str, set[int]]) -> Figure:
-    """How far each rank came: a panel for each hang, a line for each rank, filled points for what ended.
+    """Progress of each rank: a panel for each hang, a line for each rank, filled points for what ended.
 
     Args:
         hangs: by the panel's title, each rank's state as a report of the watchdog has it.
@@ -121,7 +121,7 @@ def who_spoke(trials: Mapping[str, Trial], world_size: int) -> Figure:
 
 
 def step_times(runs: Mapping[str, Sequence[Sequence[tuple[float, float]]]]) -> Figure:
-    """Where a step's time goes on each rank: computing, then waiting for the others.
+    """Time of a step on each rank: computing, then waiting for the others.
 
     Args:
         runs: by the panel's title, for each rank the seconds of computing and of waiting, step by step.

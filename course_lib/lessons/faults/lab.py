@@ -1,4 +1,4 @@
-"""What lesson 10 breaks: fifteen faults on real ranks, what each rank then says, and the tool that names the culprit.
+"""Faults of lesson 10: fifteen of them on real ranks, each rank's message, and the tool that names the culprit.
 
 A scenario runs in three ways: broken, as it would in a training that nobody watches; inspected, with the tool that
 names the culprit; and fixed. Each takes a second or so.

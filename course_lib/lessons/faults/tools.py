@@ -22,7 +22,7 @@ from course_lib.writing import write_text
 
 @dataclass(frozen=True)
 class FaultOutcome:
-    """What became of a run.
+    """Outcome of a run.
 
     Attributes:
         said: of each rank, what it did last: ``returned 4``, ``raised RuntimeError: ...``, ``was killed by SIGKILL``,
@@ -48,7 +48,7 @@ class FaultOutcome:
 
 @dataclass(frozen=True)
 class Tool:
-    """What names the culprit.
+    """Tool that names the culprit.
 
     Attributes:
         name: for tables.

@@ -38,7 +38,7 @@ def who_holds_what(ranks: int = 4, width: int = 4, optimizer_bytes: int = 8) -> 
         f"Each stage of ZeRO cuts one thing more over {ranks} ranks: from {held[0]:g} bytes per parameter to "
         f"{held[3]:.3g}",
         f"Four groups of {ranks} columns, one column per rank: DDP, ZeRO-1, ZeRO-2 and ZeRO-3. A column has boxes for "
-        "weights, gradients and optimizer states, as high as their bytes; of what is cut, a rank fills the piece that "
+        "weights, gradients and optimizer states, as high as their bytes; of what is cut, a rank fills the shard that "
         "is its own. DDP fills everything; ZeRO-1 cuts the optimizer states, ZeRO-2 the gradients too, ZeRO-3 the "
         "weights too.",
     )
@@ -64,8 +64,8 @@ def who_holds_what(ranks: int = 4, width: int = 4, optimizer_bytes: int = 8) -> 
                 whole = (x + rank * column, starts[kind], column - 4, heights[kind])
                 if parts > 1:
                     diagram.box(*whole, stroke=PALE, dashed=True)
-                    piece = heights[kind] / parts
-                    whole = (whole[0], starts[kind] + rank * piece, whole[2], piece)
+                    shard = heights[kind] / parts
+                    whole = (whole[0], starts[kind] + rank * shard, whole[2], shard)
                 diagram.box(*whole, fill=COLOURS[kind], stroke="none", means=(stage, rank, kind, 1 / parts))
         bottom = max(starts[kind] + heights[kind] for kind in sizes)
         diagram.text(x + (group - 18) / 2, bottom + 16, f"{held[stage]:.3g} bytes", bold=True)

@@ -42,7 +42,7 @@ def sawtooth(runs: Mapping[str, WatchedSharding], predicted: Mapping[str, float]
         panels[0].text(
             0.5,
             steady / MB / 2,
-            "this rank's pieces",
+            "this rank's shards",
             ha="center",
             va="center",
             color="white",
@@ -80,7 +80,7 @@ def _above(axes: Axes, height: float, text: str, colour: str) -> None:
 
 
 def _teeth(axes: Axes, run: WatchedSharding) -> None:
-    """The pieces below, what is gathered above them, and where the backward begins."""
+    """The shards below, what is gathered above them, and where the backward begins."""
     heights = [run.steady / MB, *(size / MB for _, size in run.trace)]
     places = list(range(len(heights)))
     axes.fill_between(places, heights, step="post", color=COLOURS["forward"], linewidth=0)

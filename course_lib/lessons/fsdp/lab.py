@@ -1,4 +1,4 @@
-"""What lesson 06 measures of small trainings under FSDP: what is resident when, what moves, what rounding costs.
+"""Measurements of lesson 06: memory that is resident, bytes that move, and rounding, in small trainings under FSDP.
 
 The functions run on ranks (:func:`course_lib.launching.launch.launch`) and return plain numbers.
 """
@@ -61,7 +61,7 @@ class Sizes:
 
 
 def sizes(model: nn.Module) -> Sizes:
-    """What the formulas need to know of a model."""
+    """Sizes of a model that the formulas need."""
     listed = list(blocks.blocks(model).values())
     owner = blocks.owners(model, listed)
     root = sum(parameter.nbytes for parameter, unit in owner.items() if unit is model)
@@ -93,7 +93,7 @@ class WatchedSharding:
         return sum(row["bytes"] for row in self.traffic if row["name"] == name)
 
     def calls(self, name: str) -> int:
-        """How often one kind of collective was called."""
+        """Number of calls of one kind of collective."""
         return sum(row["calls"] for row in self.traffic if row["name"] == name)
 
 
@@ -157,11 +157,11 @@ def gradient_after(build: Build, micro_batches: int, reduce_dtype: torch.dtype) 
     for i in range(micro_batches):
         with contextlib.nullcontext() if i == micro_batches - 1 else engine.no_sync():
             batch_loss(engine, i).backward()
-    return torch.cat([piece.data.grad.float() for piece in engine.pieces().values() if piece.data.grad is not None])
+    return torch.cat([shard.data.grad.float() for shard in engine.shards().values() if shard.data.grad is not None])
 
 
 def rounding_error(build: Build, micro_batches: int) -> float:
-    """How far a gradient that is summed in bf16 is from the one summed in float32, as a share of its length."""
+    """Distance of a gradient summed in bf16 from the one summed in float32, as a share of its length."""
     low, high = (gradient_after(build, micro_batches, dtype) for dtype in (torch.bfloat16, torch.float32))
     squares = torch.stack([(low - high).square().sum(), high.square().sum()])
     dist.all_reduce(squares)
@@ -169,8 +169,8 @@ def rounding_error(build: Build, micro_batches: int) -> float:
 
 
 def flat_and_rows(build: Build) -> dict[str, tuple[int, list[int]]]:
-    """What this rank has of each parameter: elements of a flat piece, and the shape of FSDP2's ``DTensor`` piece."""
-    flat = engine_of("scratch", build).pieces()
+    """This rank's part of each parameter: elements of a flat shard, and the shape of FSDP2's ``DTensor`` shard."""
+    flat = engine_of("scratch", build).shards()
     module = engine_of("torch", build).module
     return {
         name: (flat[name].data.numel(), list(parameter.to_local().shape))
@@ -179,10 +179,10 @@ def flat_and_rows(build: Build) -> dict[str, tuple[int, list[int]]]:
 
 
 def train_and_save(build: Build, folder: Path, steps: int) -> float:
-    """Train, write the pieces of all ranks below ``folder``, and return the loss of a batch that was not trained on."""
+    """Train, write the shards of all ranks below ``folder``, and return the loss of a batch that was not trained on."""
     engine = engine_of("scratch", build)
     train_steps(engine, engine, steps)
-    sharded.save(engine.pieces(), folder)
+    sharded.save(engine.shards(), folder)
     with torch.no_grad():
         return averaged(batch_loss(engine, steps))
 

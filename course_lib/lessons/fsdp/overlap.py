@@ -1,4 +1,4 @@
-"""What lesson 06 measures of FSDP over a slow link: when a rank waits for weights, and when prefetch hides it.
+"""Measurements of lesson 06: FSDP over a slow link, waits for weights, and prefetch that hides them.
 
 The functions run on ranks (:func:`course_lib.launching.launch.launch`) and return plain numbers.
 """
@@ -103,7 +103,7 @@ class Overlap:
 
     @property
     def gain(self) -> float:
-        """How many times as long the median step is without prefetch."""
+        """Median step without prefetch over the one with it."""
         return self.medians[False] / self.medians[True]
 
 
@@ -207,7 +207,7 @@ class TraceEvent:
 
 
 def fsdp_events(events: Iterable[Any]) -> list[TraceEvent]:
-    """What FSDP2 did, from a profiler's events: those that the engine names ``FSDP::… (transformer.h.3)``.
+    """Events of FSDP2 in a profiler's: those that the engine names ``FSDP::… (transformer.h.3)``.
 
     Args:
         events: of ``torch.profiler.profile.events()``: ``name``, and ``time_range`` in microseconds.

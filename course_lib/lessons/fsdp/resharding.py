@@ -1,4 +1,4 @@
-"""What lesson 06 measures of distributed checkpoints: pieces in files, and what other ranks read of them."""
+"""Measurements of lesson 06: distributed checkpoints, shards in files, and what other ranks read of them."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ class CountingReader(FileSystemReader):
     """torch's reader of the files that ``checkpoint.save`` writes.
 
     Attributes:
-        bytes: of the pieces that this rank has read from them; a piece is read whole, whatever is needed of it.
+        bytes: of the shards that this rank has read from them; a shard is read whole, whatever is needed of it.
     """
 
     bytes = 0
@@ -51,7 +51,7 @@ class CountingTensorReader(HuggingFaceStorageReader):
 
 
 def columns(parameter: nn.Parameter) -> Shard | None:
-    """Where ``fully_shard`` is to cut a parameter: a matrix by its columns, a vector as it does by itself."""
+    """Placement for ``fully_shard``: a matrix is cut by its columns, a vector as it does by itself."""
     return Shard(1) if parameter.ndim == 2 else None
 
 
@@ -89,8 +89,8 @@ def contents(folder: str | Path) -> pd.DataFrame:
     return pd.DataFrame({"file": [path.name for path in files], "kB": [path.stat().st_size / 1e3 for path in files]})
 
 
-def pieces_of(folder: str | Path, name: str) -> pd.DataFrame:
-    """Where the pieces of one tensor lie, in it and in the files, by the folder's index."""
+def shards_of(folder: str | Path, name: str) -> pd.DataFrame:
+    """Places of the shards of one tensor, in it and in the files, by the folder's index."""
     index = FileSystemReader(folder).read_metadata()
     rows = []
     about = index.state_dict_metadata[name]
@@ -110,7 +110,7 @@ def pieces_of(folder: str | Path, name: str) -> pd.DataFrame:
 
 
 def stored_bytes(folder: str | Path) -> int:
-    """All bytes of pieces that the files hold, by the folder's index."""
+    """All bytes of shards that the files hold, by the folder's index."""
     return sum(stored.length for stored in FileSystemReader(folder).read_metadata().storage_data.values())
 
 
@@ -124,6 +124,6 @@ def read_ours(build: Build, folder: Path, step: int) -> tuple[float, float, int]
     engine = lab.engine_of("scratch", build)
     reader = CountingTensorReader(str(folder / sharded.SHARDS))
     before = lab.averaged(lab.batch_loss(engine, step))
-    sharded.load(engine.pieces(), folder, reader)
+    sharded.load(engine.shards(), folder, reader)
     engine.refresh()
     return before, lab.averaged(lab.batch_loss(engine, step)), reader.bytes

@@ -57,7 +57,7 @@ def who_waits(name: str = "1f1b", ranks: int = 3, microbatches: int = 4) -> Diag
 
 
 def the_v(ranks: int = 4) -> Diagram:
-    """Where ZB-V and DualPipeV put stages: down the ranks and up again, from :func:`v_shape`.
+    """Places of the stages in ZB-V and DualPipeV: down the ranks and up again, from :func:`v_shape`.
 
     Args:
         ranks: 2 to 5.

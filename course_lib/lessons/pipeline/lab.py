@@ -1,4 +1,4 @@
-"""What lesson 07 measures on real ranks: bubbles, with stages that only sleep; gradients, with a real model.
+"""Measurements of lesson 07: bubbles, with stages that only sleep; gradients, with a real model.
 
 A sleeping stage needs no core: what is measured is the schedule and the messages, not how many ranks share a core.
 """
@@ -173,7 +173,7 @@ def _rows(passes: Sequence[StepResult]) -> Rows:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one step left.
+    """Gradients of one step.
 
     Attributes:
         loss: of the batch, nats per token.

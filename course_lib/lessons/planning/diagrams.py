@@ -40,7 +40,7 @@ def held_over_a_step(held: Memory, groups: int) -> list[tuple[str, str, dict[str
 
 
 def step_memory(held: Memory, groups: int = 4) -> Diagram:
-    """What a rank holds at each point of a step, as high as its bytes.
+    """Memory of a rank at each point of a step, as high as its bytes.
 
     Args:
         held: of one rank, by formula.

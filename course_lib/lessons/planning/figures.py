@@ -144,7 +144,7 @@ def memory(
 
 
 def rank(held: Memory, chip: Accelerator, title: str) -> Figure:
-    """What one rank holds at its peak, by formula: a row per kind, each beginning where the one above ends.
+    """Peak memory of one rank, by formula: a row per kind, each beginning where the one above ends.
 
     Two lines are the limits: what :meth:`course_lib.planning.memory.Memory.fits` lets tensors fill, and the GPU's
     whole memory.
@@ -210,7 +210,7 @@ def memory_view(
     recompute: bool,
     compiled: bool,
 ) -> tuple[str, Figure]:
-    """What a rank holds under a data-parallel strategy, in words and drawn.
+    """Memory of a rank under a data-parallel strategy, in words and drawn.
 
     Args:
         model: what is trained.
@@ -249,7 +249,7 @@ def memory_view(
 
 
 def memory_explorer(model: Model, chip: Accelerator, plan: Plan) -> Explorer:
-    """What :func:`memory_view` draws, above its controls, which begin at a data-parallel plan."""
+    """Drawing of :func:`memory_view` above its controls, which begin at a data-parallel plan."""
 
     def powers(most: int, value: int) -> widgets.SelectionSlider:
         return widgets.SelectionSlider(options=sorted({2**n for n in range(most + 1)} | {value}), value=value)

@@ -1,4 +1,4 @@
-"""What lesson 09 measures: the same step by real ranks and simulated, and the planner's known errors."""
+"""Measurements of lesson 09: the same step by real ranks and simulated, and the planner's known errors."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -179,7 +179,7 @@ def ladder(seconds: Mapping[str, Sequence[float]], held: Mapping[str, int | None
 
 
 def by_tokens(panels: Mapping[str, Mapping[str, Mapping[int, float]]], title: str) -> Figure:
-    """How something grows with the tokens of a row, a panel for each measure; both axes logarithmic.
+    """Growth with the tokens of a row, a panel for each measure; both axes logarithmic.
 
     Args:
         panels: by what is measured, with its unit, by way, by tokens: the value.

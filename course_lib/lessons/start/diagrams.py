@@ -8,7 +8,7 @@ from course_lib.figures.style import COLOURS
 
 
 def rendezvous(machines: int = 2, per_machine: int = 2) -> Diagram:
-    """What a launcher tells each process, and whom each process asks first.
+    """Meeting of the ranks: what a launcher tells each process, and whom each process asks first.
 
     Args:
         machines: 1 or 2.

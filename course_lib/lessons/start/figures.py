@@ -27,7 +27,7 @@ LINE_HEIGHT = 0.16
 
 
 def capabilities(findings: Mapping[str, tuple[str, str, str]]) -> Figure:
-    """What this machine can run: the checks by state, and beside those that are not `ok` what to do.
+    """Checks of this machine by state, and beside those that are not `ok` what to do.
 
     Args:
         findings: state (`ok`, `slow` or `cannot`), detail and advice, by the name of the check.

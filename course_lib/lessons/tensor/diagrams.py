@@ -87,7 +87,7 @@ PLACES = (
 
 
 def sequence_parallel(ranks: int = 2) -> Diagram:
-    """What each rank has of the tensors through one region of a block under sequence parallelism.
+    """Tensors of each rank through one region of a block under sequence parallelism.
 
     Args:
         ranks: 2 to 4.

@@ -1,4 +1,4 @@
-"""What lesson 08 measures of tensor and sequence parallelism: what is exact, what moves, what is held.
+"""Measurements of lesson 08: tensor and sequence parallelism, exactness, bytes that move, memory.
 
 The functions run on ranks (:func:`course_lib.launching.launch.launch`) and return plain numbers.
 """
@@ -149,7 +149,7 @@ class WatchedSplit:
     parameters: int
 
     def count(self, name: str, size: int) -> tuple[int, int]:
-        """How many collectives of one name and size there were, forward and backward."""
+        """Number of collectives of one name and size, forward and backward."""
         return self.forward.count((name, size)), self.backward.count((name, size))
 
 

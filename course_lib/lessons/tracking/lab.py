@@ -1,4 +1,4 @@
-"""What lesson 11 measures: what tracking costs, where, and whether it leaves the machine."""
+"""Measurements of lesson 11: the cost of tracking, where it arises, and whether it leaves the machine."""
 
 import functools
 import socket
@@ -78,7 +78,7 @@ class StepTimes(Callback):
 
     @property
     def least_ms(self) -> float:
-        """Milliseconds per step of the quickest STRETCH of them but for the first two.
+        """Milliseconds per step of the quickest STRETCH of them except for the first two.
 
         What else the machine does adds to a stretch; from one step to the next it also takes away, as a rank that has
         waited for a core sees less of the others' next step.

@@ -1,4 +1,4 @@
-"""What the loop of lesson 11 needs and does not teach: tokenized tweets, a pretrained model, the scores of each row."""
+"""Set-up of lesson 11's loop: tokenized tweets, a pretrained model, the scores of each row."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ SCORED = 64
 
 @dataclass(frozen=True)
 class Yardsticks:
-    """What a model has to beat on the scored rows.
+    """Scores that a model has to beat on the scored rows.
 
     Attributes:
         constant: loss, in nats, of a constant that knows the class shares of the training split.
@@ -104,7 +104,7 @@ class Tweets:
 
 
 def confusion_counts(scores: pd.DataFrame, names: tuple[str, ...]) -> list[list[int]]:
-    """How many rows of each class (first index) got each answer."""
+    """Counts of rows by class (first index) and answer."""
     counted = pd.crosstab(scores["label"], scores["predicted"]).reindex(index=names, columns=names, fill_value=0)
     return counted.to_numpy().tolist()
 

@@ -1,4 +1,4 @@
-"""What lesson 05 measures: what a rank holds and sends at each stage of ZeRO, and what a missing phase does."""
+"""Measurements of lesson 05: bytes that a rank holds and sends at each stage of ZeRO, and missing phases."""
 
 import copy
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ def one_step(engine: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor, m
 
 
 def bill(world_sizes: Sequence[int], micro_batches: int = 2) -> dict[str, Any]:
-    """What a rank holds and sends at each stage and world size; run on as many ranks as the largest.
+    """Bytes that a rank holds and sends at each stage and world size; run on as many ranks as the largest.
 
     Returns:
         ``elements``: Ψ; ``held``: bytes by kind after backward, by (stage, N); ``sent``: bytes per step under the ring
@@ -168,7 +168,7 @@ class ClipsAlone(Zero1):
 
 
 def broken(kind: type[Zero1], steps: int, max_norm: float | None = None) -> tuple[float, float]:
-    """How far apart the ranks' weights are after some steps, and how far rank 0's are from plain data parallel."""
+    """Spread of the ranks' weights after some steps, and the distance of rank 0's from plain data parallel."""
     device = Accelerator().device
     right = small_gpt2().to(device)
     wrong = copy.deepcopy(right)

@@ -40,7 +40,7 @@ def quantize(values: Tensor, bits: int, block: int) -> Tensor:
 
 
 def dequantize(packed: Tensor, bits: int, block: int) -> Tensor:
-    """The inverse of :func:`quantize`, but for what rounding has lost.
+    """The inverse of :func:`quantize`, except for what rounding has lost.
 
     Args:
         packed: (R, bytes) uint8.

@@ -166,7 +166,7 @@ class DiLoCo(LocalTraining):
             outer.velocity.zero_()
 
     def state_dict_of_rank(self) -> dict[str, Tensor]:
-        """What this rank has beside its parameters: shared weights, velocities, what is under way. A collective call.
+        """This rank's state beside its parameters: shared weights, velocities, what is under way. A collective call.
 
         Ends what is under way, and keeps its result to be handed to the parameters at the step that is due.
         """

@@ -50,7 +50,7 @@ class HierarchicalAllReduce:
         flat.copy_(padded[: flat.numel()])
 
     def bytes_per_step(self, elements: int, itemsize: int) -> tuple[int, int]:
-        """What a rank sends for so many elements of ``itemsize`` bytes: within its machine, and between machines."""
+        """Bytes that a rank sends for elements of ``itemsize`` bytes: within its machine, and between machines."""
         size = self.within.size()
         part = -(-elements // size) * itemsize
         return 2 * all_gather_bytes(size * part, size), all_reduce_bytes(part, self.between.size())

@@ -1,4 +1,4 @@
-"""What compressing communication hooks share: a reduction that goes on when it is waited for, and error feedback."""
+"""Base of compressing communication hooks: a reduction that goes on when it is waited for, and error feedback."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
@@ -46,7 +46,7 @@ class TwoPhaseReduction:
 
 
 class ErrorFeedback:
-    """What compression left out of a gradient on this rank, added to the next one.
+    """Remainder that compression left out of a gradient on this rank, added to the next one.
 
     So nothing is lost, only late: after T steps, all that was sent and what is still here add up to all T gradients.
 
@@ -92,10 +92,10 @@ class ErrorFeedback:
 
 
 def all_reduce_bytes(size: int, ranks: int) -> int:
-    """What each of N ranks sends in a ring all-reduce of so many bytes: 2 (N - 1) / N of them."""
+    """Bytes that each of N ranks sends in a ring all-reduce of so many bytes: 2 (N - 1) / N of them."""
     return round(2 * (ranks - 1) / ranks * size)
 
 
 def all_gather_bytes(size: int, ranks: int) -> int:
-    """What each of N ranks sends where so many bytes are gathered, scattered or exchanged: (N - 1) / N of them."""
+    """Bytes that each of N ranks sends where so many are gathered, scattered or exchanged: (N - 1) / N of them."""
     return round((ranks - 1) / ranks * size)

@@ -70,14 +70,14 @@ class LocalTraining(nn.Module):
         raise NotImplementedError
 
     def consensus(self) -> list[Tensor]:
-        """What the ranks agree on at this moment, a new tensor per trained parameter. A collective call."""
+        """Weights that the ranks agree on at this moment, a new tensor per trained parameter. A collective call."""
         raise NotImplementedError
 
     def adopt(self) -> None:
         """Take the parameters as they are now, alike on all ranks, for what the ranks agree on."""
 
     def state_dict_of_rank(self) -> dict[str, Tensor]:
-        """What this rank has beside its parameters: where in the period it is."""
+        """This rank's state beside its parameters: where in the period it is."""
         return {"steps": torch.tensor(self.steps)}
 
     def load_state_dict_of_rank(self, state: Mapping[str, Tensor]) -> None:

@@ -72,6 +72,6 @@ class QuantizedAllReduce:
         return -(-elements // (ranks * self.block)) * self.block
 
     def bytes_per_step(self, elements: int, ranks: int) -> int:
-        """What a rank sends for so many elements."""
+        """Bytes that a rank sends for so many elements."""
         packed = quantized_bytes(self.part(elements, ranks), self.bits, self.block)
         return 2 * all_gather_bytes(ranks * packed, ranks)

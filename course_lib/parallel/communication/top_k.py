@@ -67,7 +67,7 @@ class TopK:
             flat[positions.long()] += values  # a rank names a position once
 
     def bytes_per_step(self, elements: int, ranks: int, itemsize: int) -> int:
-        """What a rank sends for a bucket of so many elements of ``itemsize`` bytes."""
+        """Bytes that a rank sends for a bucket of so many elements of ``itemsize`` bytes."""
         return all_gather_bytes(ranks * self.kept(elements) * (itemsize + 4), ranks)
 
     def state_dict(self) -> dict[str, Tensor]:

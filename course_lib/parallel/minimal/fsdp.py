@@ -21,16 +21,16 @@ class Unit:
         sizes = [weight.numel() for weight in weights]
         runs = self.flat[: sum(sizes)].split(sizes)
         self.views = [run.view_as(weight) for run, weight in zip(runs, weights, strict=True)]
-        self.piece = nn.Parameter(self.flat.chunk(self.ranks)[dist.get_rank()].clone())  # 1/N: all that lasts
+        self.shard = nn.Parameter(self.flat.chunk(self.ranks)[dist.get_rank()].clone())  # 1/N: all that lasts
         self.free()
 
     def end_to_end(self, tensors: list) -> Tensor:
         flat = torch.cat([tensor.flatten() for tensor in tensors])
-        return pad(flat, (0, -len(flat) % self.ranks))  # so that it has N equal pieces
+        return pad(flat, (0, -len(flat) % self.ranks))  # so that it has N equal shards
 
     def gather(self) -> None:
         self.flat.untyped_storage().resize_(self.flat.nbytes)  # memory for the whole
-        dist.all_gather_single(self.flat, self.piece.detach())  # all ranks' pieces, end to end
+        dist.all_gather_single(self.flat, self.shard.detach())  # all ranks' shards, end to end
         for weight, view in zip(self.weights, self.views, strict=True):
             weight.data = view
 
@@ -41,9 +41,9 @@ class Unit:
 
     def reduce(self) -> None:
         whole = self.end_to_end([weight.grad for weight in self.weights])  # of this rank's rows
-        mine = torch.empty_like(self.piece)
-        dist.reduce_scatter_single(mine, whole)  # the sum over all ranks, of my piece alone
-        self.piece.grad = mine / self.ranks
+        mine = torch.empty_like(self.shard)
+        dist.reduce_scatter_single(mine, whole)  # the sum over all ranks, of my shard alone
+        self.shard.grad = mine / self.ranks
         for weight in self.weights:
             weight.grad = None
 

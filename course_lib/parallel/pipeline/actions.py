@@ -87,12 +87,12 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the table is for."""
+        """Number of ranks of the table."""
         return len(self.rows)
 
     @property
     def stages(self) -> int:
-        """How many stages the model is cut into."""
+        """Number of stages that the model is cut into."""
         return len(self.stage_ranks)
 
     @property

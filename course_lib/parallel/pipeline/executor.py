@@ -36,7 +36,7 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class StepResult:
-    """What one rank did in one pass over its row.
+    """Result of one rank's pass over its row.
 
     Attributes:
         losses: of each micro-batch, detached scalars, on the rank of the last stage; else empty.
@@ -70,7 +70,7 @@ class StepResult:
 
 @dataclass
 class _Activations:
-    """What a stage holds of a micro-batch from its forward to the end of its backward.
+    """Tensors that a stage holds of a micro-batch from its forward to the end of its backward.
 
     The outputs themselves are gone when they have been sent: autograd needs only the edges of its graph.
     """

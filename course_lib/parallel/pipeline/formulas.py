@@ -13,7 +13,7 @@ from course_lib.parallel.pipeline.simulation import Costs, exact
 
 
 def bubble_time(name: str, ranks: int, microbatches: int, costs: Costs) -> Fraction | None:
-    """How long a rank waits in one step, by its schedule's formula.
+    """Wait of a rank in one step, by its schedule's formula.
 
     It is the wait from the step's first start to its last end (``Timeline.bubble``); for ZB-H2 and ZB-V, whose ranks
     end as late as they began, the wait between a rank's own first and last action (``Timeline.stage_bubble``); for

@@ -22,7 +22,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class TensorMeta(NamedTuple):
-    """What a tensor looks like, so that a rank can make room for it."""
+    """Shape and dtype of a tensor, so that a rank can make room for it."""
 
     shape: torch.Size
     dtype: torch.dtype

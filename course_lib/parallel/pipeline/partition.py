@@ -1,4 +1,4 @@
-"""How many blocks each stage of a pipeline has: the planner's rule and ``--split_by blocks``'s, which are one."""
+"""Number of blocks of each pipeline stage: one rule for the planner and for ``--split_by blocks``."""
 
 from course_lib.errors import ConfigError
 

@@ -117,7 +117,7 @@ def partner(message: Action) -> Action:
 
 
 def waiting(schedule: Schedule, heads: dict[int, Action]) -> str:
-    """Which rank waits in which action for what, in words."""
+    """Sentence on the ranks that wait: in which action, for what."""
     return ", ".join(
         f"rank {rank} in {head}"
         + (f" for {source[0]}{source[1]}{head.microbatch}" if (source := schedule.source(head)) else "")

@@ -124,7 +124,7 @@ def _interleaved_zero_bubble(rank: int, ranks: int, microbatches: int, stages_pe
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """How one kind of schedule is made, and what is legal for it.
+    """Rule that makes one kind of schedule, and what is legal for it.
 
     Attributes:
         row: writes one rank's row from (rank, ranks, micro-batches, stages a rank).
@@ -190,7 +190,7 @@ def _pairs(rows: tuple[Row, ...]) -> frozenset[Action]:
 
 
 def illegal(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> tuple[str, str] | None:
-    """What a schedule cannot take and the rule that says so, or None where these numbers are legal."""
+    """Numbers that a schedule cannot take, and the rule that says so; None where these are legal."""
     kind = KINDS[name]
     if kind.stages_per_rank not in (None, stages_per_rank):
         return (f"{name} with {stages_per_rank} stages a rank", f"it takes exactly {kind.stages_per_rank}")

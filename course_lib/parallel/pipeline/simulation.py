@@ -1,4 +1,4 @@
-"""What a table costs: when each action runs, how long ranks wait, and how many bytes they hold.
+"""Simulation of a table: when each action runs, how long ranks wait, and how many bytes they hold.
 
 A rank runs its row in order; an action starts as soon as the rank is free and its input is there. A message takes
 its time between two ranks and keeps neither busy. Times and bytes are exact: with ints and Fractions nothing is
@@ -28,7 +28,7 @@ def exact(value: Number) -> Fraction:
 
 @dataclass(frozen=True)
 class Costs:
-    """What one micro-batch costs in one stage: one number for all stages, or one for each.
+    """Cost of one micro-batch in one stage: one number for all stages, or one for each.
 
     Attributes:
         forward: time of F.
@@ -88,7 +88,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each action of a table runs, and what each rank holds; time 0 is the start of the first action.
+    """Time line of a table: when each action runs, and what each rank holds; time 0 is the start of the first action.
 
     Attributes:
         schedule: the table.

@@ -46,7 +46,7 @@ def hybrid_mesh(device_type: str, replicas: int, shards: int) -> DeviceMesh:
 
 
 class TorchFullyShardedDataParallel(nn.Module):
-    """What :func:`shard_with_torch` returns: the sharded module, its optimizer, and what a trainer calls."""
+    """Result of :func:`shard_with_torch`: the sharded module, its optimizer, and what a trainer calls."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, mesh: DeviceMesh):
         super().__init__()
@@ -105,7 +105,7 @@ class TorchFullyShardedDataParallel(nn.Module):
         }
 
     def _managed(self) -> list[Any]:
-        """FSDP2's record of each parameter: its piece, the buffer to gather it in, its gradients.
+        """FSDP2's record of each parameter: its shard, the buffer to gather it in, its gradients.
 
         It is in no public list; without it what a unit holds while it computes could not be measured.
         """
@@ -140,7 +140,7 @@ def shard_with_torch(
         reshard_after_forward: free a unit after its forward and gather it again for its backward, or keep it.
         param_dtype: of the gathered parameters and of floating-point inputs; by default the parameters' own.
         reduce_dtype: in which gradients are added up; ``param_dtype`` by default.
-        cpu_offload: keep pieces, gradients and optimizer states in the memory of the host, and step there. Clipping
+        cpu_offload: keep shards, gradients and optimizer states in the memory of the host, and step there. Clipping
             then communicates on the host: start the process group with ``cpu:gloo,cuda:nccl``.
         filled_later: the parameters have no values yet, and lie on the meta device; each rank fills its local parts
             afterwards. ``mesh`` says on which device.
@@ -152,7 +152,7 @@ def shard_with_torch(
     device = next(module.parameters()).device
     if cpu_offload and device.type == "cpu":
         raise ConfigError(
-            "cpu_offload moves pieces from a GPU to the host, and this model is on the CPU already",
+            "cpu_offload moves shards from a GPU to the host, and this model is on the CPU already",
             "leave it out, or run on a GPU",
         )
     # --- phase 1: which modules are units, and what fully_shard would do wrong without a word ---
@@ -225,8 +225,8 @@ def _divide(gradient: Tensor, by: int) -> None:
     gradient /= by
 
 
-def pieces(module: nn.Module) -> dict[str, Shard]:
-    """This rank's piece of every parameter by name, after a module or several in it were split: a run of rows."""
+def shards(module: nn.Module) -> dict[str, Shard]:
+    """This rank's shard of every parameter by name, after a module or several in it were split: a run of rows."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()  # after a forward pass without backward the root is still gathered

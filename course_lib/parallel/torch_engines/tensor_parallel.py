@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism with torch's own engine, ``parallelize_module``, by the same plans.
 
-A split parameter is a ``DTensor``: a piece that knows its placement. The engine derives the exchanges from placements,
+A split parameter is a ``DTensor``: a shard that knows its placement. The engine derives the exchanges from placements,
 forward and backward, where :mod:`course_lib.parallel.tp_collectives` writes each of them down.
 """
 

@@ -119,7 +119,7 @@ def held_alike(trainer: Session) -> list[tuple[int, dict[str, Tensor]]]:
     As many sets on every rank: experts that are spread are a set beside all else, which more ranks hold.
 
     Data parallel, ZeRO-1 and ZeRO-2 keep every parameter on every rank, pipelines side by side each of their stages.
-    FSDP and ZeRO-3 leave shards, which differ by design, but for the copies that a ``shard_group_size`` makes.
+    FSDP and ZeRO-3 leave shards, which differ by design, except for the copies that a ``shard_group_size`` makes.
     torch's ``zero2`` is FSDP2, whose units are shards between two steps. Under LocalSGD and DiLoCo all differ.
     """
     if trainer.engine.trains_apart:

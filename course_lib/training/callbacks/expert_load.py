@@ -1,4 +1,4 @@
-"""Which experts a mixture of experts uses while it trains, on which rank, and how unevenly."""
+"""Load of a mixture's experts while it trains: which are used, on which rank, and how unevenly."""
 
 from typing import Any
 

@@ -58,7 +58,7 @@ class TensorWatch:
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
         trainer = self.trainer
         if isinstance(trainer.stored, ShardedState):
-            return [(name, piece.data) for name, piece in trainer.stored.pieces().items()]
+            return [(name, shard.data) for name, shard in trainer.stored.shards().items()]
         return list(trainer.model.named_parameters())
 
     def close(self) -> None:

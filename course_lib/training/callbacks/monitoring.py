@@ -74,7 +74,7 @@ class MemoryMonitor(Callback):
         self._said: set[str] = set()
 
     def memory(self, trainer: Session) -> tuple[float, float]:
-        """What this rank holds and what it may hold, in MiB."""
+        """Memory that this rank holds and may hold, in MiB."""
         if trainer.device.type == "cuda":
             total = torch.cuda.get_device_properties(trainer.device).total_memory
             return torch.cuda.max_memory_reserved(trainer.device) / MIB, total / MIB

@@ -1,4 +1,4 @@
-"""Which rows a model gets wrong: every row's prediction, in the data set's order, on any number of ranks."""
+"""Prediction of every row, in the data set's order, on any number of ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

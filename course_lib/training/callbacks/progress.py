@@ -1,4 +1,4 @@
-"""What a run says of itself on the terminal: its first lines, and a line per logged step where no bar is shown."""
+"""Progress of a run on the terminal: its first lines, and a line per logged step where no bar is shown."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from course_lib.training.session import Session
 
 
 def terminal_lines(config: Config) -> list[Callback]:
-    """What a command shows of its run: the first lines, and a line per logged step where there is no bar."""
+    """Lines that a command shows of its run: the first ones, and one per logged step where there is no bar."""
     return [Opening(), *([] if shows_bar(config) else [LogLines()])]
 
 

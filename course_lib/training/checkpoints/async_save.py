@@ -13,7 +13,7 @@ from course_lib.training.checkpoints import checkpoint, sharded
 
 
 class BackgroundSaver:
-    """Copies a step's pieces to the host's memory, then writes them on a thread, one checkpoint at a time.
+    """Copies a step's shards to the host's memory, then writes them on a thread, one checkpoint at a time.
 
     The thread's collectives have a group of their own, so that they never meet those of training.
     Every rank makes one, and calls its methods at the same steps.
@@ -32,8 +32,8 @@ class BackgroundSaver:
         self.thread = futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.writing: futures.Future[int] | None = None
 
-    def start(self, step: int, write_files: Callable[[Path], None], pieces: Mapping[str, Shard]) -> None:
-        """Write the small files, copy the pieces, and go on while they are written."""
+    def start(self, step: int, write_files: Callable[[Path], None], shards: Mapping[str, Shard]) -> None:
+        """Write the small files, copy the shards, and go on while they are written."""
         self.wait()
         with checkpoint.saving(str(self.run_dir / checkpoint.name(step))):
             try:
@@ -44,7 +44,7 @@ class BackgroundSaver:
             except BaseException:
                 self._abandon(step)
                 raise
-        copies = {name: replace(piece, data=piece.data.detach().to("cpu", copy=True)) for name, piece in pieces.items()}
+        copies = {name: replace(shard, data=shard.data.detach().to("cpu", copy=True)) for name, shard in shards.items()}
         self.writing = self.thread.submit(self._write, step, copies)
 
     def _write(self, step: int, copies: dict[str, Shard]) -> int:

@@ -91,7 +91,7 @@ def write(
 
 
 def beside(run_dir: Path, step: int, what: str = "writing") -> Path:
-    """Where a checkpoint lies before it is put in its place, or after it was taken from there."""
+    """Folder of a checkpoint before it is put in its place, or after it was taken from there."""
     return run_dir / f".{name(step)}.{what}"
 
 

@@ -56,7 +56,7 @@ def put_back(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 
 def device_of_step(optimizer: Optimizer, parameter: torch.Tensor) -> torch.device:
-    """Where an optimizer wants to find how many steps a parameter has made, a scalar of its state.
+    """Device on which an optimizer wants the number of a parameter's steps, a scalar of its state.
 
     A fused or capturable kernel reads it where the parameter is; a loop on the host wants it there, or would wait for
     the GPU at each parameter (torch.optim.Optimizer._process_value_according_to_param_policy).

@@ -14,7 +14,7 @@ from course_lib.training.checkpoints.model_folder import write_model
 
 @dataclass(frozen=True)
 class Merged:
-    """What was merged.
+    """Result of a merge.
 
     Attributes:
         base: name or folder of the base model.

@@ -35,7 +35,7 @@ def write_model(
     Args:
         folder: to write.
         model: its weights may be elsewhere.
-        weights: whole, since a sharded model's own are in pieces; of a model with adapters what is trained.
+        weights: whole, since a sharded model's own are in shards; of a model with adapters what is trained.
         tokenizer: the model's.
         card: text of README.md.
         base: where a model with adapters has its frozen weights; None: the model has none.
@@ -64,7 +64,7 @@ def write_model(
 
 
 def base_folder(config: Config, origin: str | None, load: Callable[[], LoadedModel]) -> str | None:
-    """Where the frozen weights beside a run's adapters are to be found; None for a run without.
+    """Folder of the frozen weights beside a run's adapters; None for a run without.
 
     A preset's new weights, and embeddings that were grown, are nowhere else: they are written beside the adapters.
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how a session goes on from one, to the bit on a CPU."""
+"""Resuming: the contents of a checkpoint, and a session that goes on from one, bit-exact on a CPU."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from course_lib.writing import write_text
 
 
 def write_files(session: Session, folder: Path) -> None:
-    """Write this rank's share of a checkpoint but for sharded tensors: random streams everywhere, the rest once."""
+    """Write this rank's share of a checkpoint except for sharded tensors: random streams everywhere, the rest once."""
     if session.ranks.place.tp == 0:  # ranks that share layers draw alike
         safetensors_tree.save(rng_state(session.device), folder / f"random-{session.ranks.random_stream}.safetensors")
     if own := session.stored.rank_state():
@@ -63,7 +63,7 @@ def share(source: Path, target: Path) -> None:
 
 
 def of_ranks(session: Session) -> dict[str, Any]:
-    """What has to be the same for a rank to go on with what it alone had."""
+    """Facts that have to be the same for a rank to go on with what it alone had."""
     communication = {
         name: value
         for name, value in dataclasses.asdict(session.config.communication).items()

@@ -1,4 +1,4 @@
-"""When a session's checkpoints and best weights are written, by which rank, and what is waited for."""
+"""Saving: when a session's checkpoints and best weights are written, by which rank, and what is waited for."""
 
 import os
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class Saver:
         session.tell("on_save", session.output_dir / checkpoint.name(session.state.step))
 
     def put(self, write_files: Callable[[Path], None]) -> None:
-        """Write this step's checkpoint: small files by ``write_files``, and the pieces of what is sharded."""
+        """Write this step's checkpoint: small files by ``write_files``, and the shards of what is sharded."""
         session, stored, barrier = self.session, self.session.stored, self.session.ranks.barrier
         limit, step = session.config.output.save_total_limit, session.state.step
         if isinstance(stored, ShardedState) and session.config.output.async_save:

@@ -1,4 +1,4 @@
-"""What a run that goes on was told other than the run that saved its checkpoint: refused, or said and recorded."""
+"""Differences between a resumed run's options and its checkpoint's: refused, or reported and recorded."""
 
 import json
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def architecture(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def identity(session: Session) -> dict[str, Any]:
-    """What has to be the same for a data position to mean the same rows, and the weights the same model."""
+    """Facts that have to be the same for a data position to mean the same rows, and the weights the same model."""
     return {
         "data": session.data.fingerprint,
         "global_batch_size": session.sampler.global_batch_size,
@@ -78,7 +78,7 @@ def compare(session: Session, folder: Path, saved: Mapping[str, Any]) -> dict[st
         raise _cannot(
             others if same_batch else others | {"global_batch_size": rows},
             folder,
-            f"give {given}" if given else f"keep {rows.was} rows a step",
+            f"give {given}" if given else f"keep {rows.was} rows per step",
             cure,
         )
     if not same_rows:

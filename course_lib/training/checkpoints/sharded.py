@@ -1,4 +1,4 @@
-"""Checkpoints that outlive the number of ranks: each rank writes its pieces, any number reads them.
+"""Checkpoints that outlive the number of ranks: each rank writes its shards, any number reads them.
 
 Every strategy's weights and optimizer states are brought to one form, a run of each flattened
 tensor per rank (:class:`~course_lib.parallel.sharding.Shard`), which torch.distributed.checkpoint
@@ -32,13 +32,13 @@ SHARDS = "shards"
 
 
 class ElementRun:
-    """A piece as torch.distributed.checkpoint wants it: one chunk of a 1-D tensor.
+    """A shard as torch.distributed.checkpoint wants it: one chunk of a 1-D tensor.
 
     Implements the protocol of ``torch.distributed._checkpointable``, as DTensor does.
     """
 
-    def __init__(self, piece: Shard):
-        self.numel, self.start, self.data = piece.shape.numel(), piece.start, piece.data.detach()
+    def __init__(self, shard: Shard):
+        self.numel, self.start, self.data = shard.shape.numel(), shard.start, shard.data.detach()
 
     def _chunk(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(offsets=torch.Size([self.start]), sizes=self.data.size())
@@ -91,20 +91,20 @@ def _as_os_error() -> Iterator[None]:
         rank, (cause, _) = min(error.failures.items())
         if isinstance(cause, OSError | SafetensorError):
             raise cause from error
-        raise RuntimeError(f"rank {rank} could not save its pieces: {cause!r}") from error
+        raise RuntimeError(f"rank {rank} could not save its shards: {cause!r}") from error
 
 
-def save(pieces: Mapping[str, Shard], folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Write every rank's pieces below ``folder``; a collective call.
+def save(shards: Mapping[str, Shard], folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write every rank's shards below ``folder``; a collective call.
 
     Args:
-        pieces: by name; the names and shapes of all ranks together make the tensors.
+        shards: by name; the names and shapes of all ranks together make the tensors.
         folder: shared by all ranks.
         group: of all ranks; another than training uses where training goes on meanwhile.
     """
     with _as_os_error():
         dcp.save(
-            {name: ElementRun(piece) for name, piece in pieces.items()},
+            {name: ElementRun(shard) for name, shard in shards.items()},
             planner=_Saving(flatten_state_dict=False),
             storage_writer=dcp.HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True),
             process_group=group,
@@ -112,30 +112,30 @@ def save(pieces: Mapping[str, Shard], folder: Path, group: dist.ProcessGroup | N
 
 
 def reader_of(folder: Path) -> dcp.HuggingFaceStorageReader:
-    """What reads the pieces below a folder: of each file just the elements that are asked for."""
+    """Reader of the shards below a folder: of each file just the elements that are asked for."""
     return dcp.HuggingFaceStorageReader(str(folder / SHARDS))
 
 
-def load(pieces: Mapping[str, Shard], folder: Path, reader: dcp.StorageReader | None = None) -> None:
-    """Fill every rank's pieces from what any number of ranks saved; a collective call.
+def load(shards: Mapping[str, Shard], folder: Path, reader: dcp.StorageReader | None = None) -> None:
+    """Fill every rank's shards from what any number of ranks saved; a collective call.
 
     Args:
-        pieces: by name, as for :func:`save`; they may be other runs than those that were saved.
+        shards: by name, as for :func:`save`; they may be other runs than those that were saved.
         folder: that :func:`save` was given.
         reader: that reads in place of :func:`reader_of`'s, such as one that counts.
     Raises:
         CheckpointError: a tensor is missing, or has another number of elements.
     """
     there = sizes(folder, "")
-    for name, piece in pieces.items():
-        if there.get(name) != piece.shape.numel():
+    for name, shard in shards.items():
+        if there.get(name) != shard.shape.numel():
             raise CheckpointError(
                 f"checkpoint {folder} is from another model or optimizer: {name} has {there.get(name, 'no')} elements "
-                f"there and {piece.shape.numel()} here",
+                f"there and {shard.shape.numel()} here",
                 "give the --model and --optimizer it was trained with",
             )
     dcp.load(
-        {name: ElementRun(piece) for name, piece in pieces.items()},
+        {name: ElementRun(shard) for name, shard in shards.items()},
         storage_reader=reader or reader_of(folder),
         planner=_Loading(flatten_state_dict=False),
     )
@@ -160,12 +160,12 @@ def whole(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a process reads alone is meant
         dcp.load(
-            {name: ElementRun(piece) for name, piece in runs.items()},
+            {name: ElementRun(shard) for name, shard in runs.items()},
             no_dist=True,
             storage_reader=reader_of(folder),
             planner=_Loading(flatten_state_dict=False),
         )
-    return {name.removeprefix(prefix): piece.data for name, piece in runs.items()}
+    return {name.removeprefix(prefix): shard.data for name, shard in runs.items()}
 
 
 def _stored(folder: Path) -> dict[str, TensorStorageMetadata]:

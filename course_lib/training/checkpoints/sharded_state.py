@@ -28,7 +28,7 @@ from course_lib.training.ranks import Ranks
 
 
 class ShardedState(StoredState):
-    """Writes and reads this rank's shards; an engine's subclass gives ``own_pieces`` and ``refresh``.
+    """Writes and reads this rank's shards; an engine's subclass gives ``own_shards`` and ``refresh``.
 
     Args:
         ranks: of the run.
@@ -38,15 +38,15 @@ class ShardedState(StoredState):
     Attributes:
         tensor: how layers are split over tensor-parallel ranks; None where they are whole.
         experts: how experts are spread over ranks; None where every rank has all.
-        shell: the whole model without its weights, where this rank has pieces of it.
+        shell: the whole model without its weights, where this rank has shards of it.
         trained_names: of the trained parameters, in the order of the optimizer's groups.
         state_shapes: whole shape of every tensor of the state dict.
         ties: names of second uses of a tied parameter, with the first.
         names: of the parameters, until the optimizer stands.
     """
 
-    shards_pieces = True
-    """Whether data parallelism leaves a rank a shard of its pieces, rather than all of them."""
+    holds_shards = True
+    """Whether data parallelism leaves a rank a part of its tensors, rather than all of them."""
     tensor: TensorParallel | None = None
     experts: ExpertParallel | None = None
     shell: nn.Module | None = None
@@ -81,14 +81,14 @@ class ShardedState(StoredState):
 
     # --- what an engine says ---
 
-    def own_pieces(self) -> dict[str, Shard]:
-        """This rank's piece of every parameter that it computes with, by name, whose data may be overwritten."""
+    def own_shards(self) -> dict[str, Shard]:
+        """This rank's shard of every parameter that it computes with, by name, whose data may be overwritten."""
         raise NotImplementedError
 
-    def pieces(self) -> dict[str, Shard]:
-        """The same as pieces of the whole model's parameters, where experts are of all ranks that share them."""
-        own = self.own_pieces()
-        return {name: self.experts.in_whole(name, piece) for name, piece in own.items()} if self.experts else own
+    def shards(self) -> dict[str, Shard]:
+        """The same as shards of the whole model's parameters, where experts are of all ranks that share them."""
+        own = self.own_shards()
+        return {name: self.experts.in_whole(name, shard) for name, shard in own.items()} if self.experts else own
 
     def parameters_by_part(self) -> list[tuple[int, dict[str, torch.Tensor]]]:
         ((part, parameters),) = super().parameters_by_part()
@@ -98,12 +98,12 @@ class ShardedState(StoredState):
         return [(part, parameters), (self.experts.place, spread)]
 
     def refresh(self) -> None:
-        """Bring the new contents of the pieces to where forward pass and optimizer read them. A collective call."""
+        """Bring the new contents of the shards to where forward pass and optimizer read them. A collective call."""
         raise NotImplementedError
 
-    def stored(self, pieces: Mapping[str, Shard], keep_shape: bool = False) -> Mapping[str, Shard]:
-        """Of some pieces, by ``name`` or ``name/state``, those that this rank stores."""
-        return pieces
+    def stored(self, shards: Mapping[str, Shard], keep_shape: bool = False) -> Mapping[str, Shard]:
+        """Of some shards, by ``name`` or ``name/state``, those that this rank stores."""
+        return shards
 
     @property
     def state_owner(self) -> Optimizer:
@@ -121,37 +121,37 @@ class ShardedState(StoredState):
 
     def read(self, folder: Path) -> None:
         if is_sharded(folder):
-            room = self.prepare_optimizer_pieces(sharded.sizes(folder, "optimizer/"))
+            room = self.prepare_optimizer_shards(sharded.sizes(folder, "optimizer/"))
             self._load_tensors(
-                {f"model/{name}": piece for name, piece in self._stored_pieces().items()}
-                | {f"optimizer/{name}": piece for name, piece in room.items()},
+                {f"model/{name}": shard for name, shard in self._stored_shards().items()}
+                | {f"optimizer/{name}": shard for name, shard in room.items()},
                 folder,
             )
             self._load_buffers(safetensors_tree.load(folder / BUFFERS))
         else:
             self.load_whole_weights(safetensors_tree.load(folder / MODEL))
             whole = self._own_share(whole_optimizer_state(folder, self.trained_names))
-            scatter_whole(whole, self.prepare_optimizer_pieces({key: v.numel() for key, v in whole.items()}))
+            scatter_whole(whole, self.prepare_optimizer_shards({key: v.numel() for key, v in whole.items()}))
         self.refresh()
 
     def tensors(self) -> dict[str, Shard]:
-        """This rank's pieces of all that a checkpoint stores in pieces, as runs of the whole tensors; collective."""
-        own = {f"model/{name}": piece for name, piece in self.stored(self._stored_pieces()).items()} | {
-            f"optimizer/{name}": piece for name, piece in self.stored(self.optimizer_pieces()).items()
+        """This rank's shards of all that a checkpoint stores in shards, as runs of the whole tensors; collective."""
+        own = {f"model/{name}": shard for name, shard in self.stored(self._stored_shards()).items()} | {
+            f"optimizer/{name}": shard for name, shard in self.stored(self.optimizer_shards()).items()
         }
         if self.tensor is None:
             return own
-        held = self.parameters()  # a pipeline has empty pieces of other stages' parameters, too
-        own = {key: piece for key, piece in own.items() if key.split("/")[1] in held}
+        held = self.parameters()  # a pipeline has empty shards of other stages' parameters, too
+        own = {key: shard for key, shard in own.items() if key.split("/")[1] in held}
         ranks = self.ranks
-        group = ranks.layer_group if self.shards_pieces else ranks.groups.tp
+        group = ranks.layer_group if self.holds_shards else ranks.groups.tp
         return as_runs(own, self.split_of, ranks.groups.tp, group, ranks.device)
 
     def _load_tensors(self, room: Mapping[str, Shard], folder: Path) -> None:
-        """Fill pieces, by the names of :meth:`tensors`, from the files of any layout; a collective call."""
+        """Fill shards, by the names of :meth:`tensors`, from the files of any layout; a collective call."""
         shared = {
-            key: enclosing(*split, self.ranks.grid.tp, self.ranks.place.tp, piece)
-            for key, piece in room.items()
+            key: enclosing(*split, self.ranks.grid.tp, self.ranks.place.tp, shard)
+            for key, shard in room.items()
             if (split := self.split_of(key))
         }
         sharded.load({**room, **{key: run for key, (run, _) in shared.items()}}, folder)
@@ -161,7 +161,7 @@ class ShardedState(StoredState):
     # --- the model ---
 
     def split_of(self, key: str) -> tuple[ParameterSplit, torch.Size] | None:
-        """How a parameter, or a state ``parameter/state`` of its shape, is shared; None where it is not."""
+        """Split of a parameter, or of a state ``parameter/state`` of its shape; None where it is not shared."""
         key = key.removeprefix("model/").removeprefix("optimizer/")
         name, _, state = key.partition("/")
         if self.tensor is None or name not in self.tensor.splits or state == "step":
@@ -177,8 +177,8 @@ class ShardedState(StoredState):
         return {name: there[name] for name in self.buffer_names}
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
-        whole = gather_whole(self.stored(self._stored_pieces(), keep_shape=True), self.ranks.copy_group)
-        if self.tensor is not None:  # the first copies of all pieces are on as many ranks
+        whole = gather_whole(self.stored(self._stored_shards(), keep_shape=True), self.ranks.copy_group)
+        if self.tensor is not None:  # the first copies of all shards are on as many ranks
             whole = {
                 name: self.tensor.splits[name].whole(tensor.to(self.ranks.device), self.ranks.groups.tp).cpu()
                 if name in self.tensor.splits
@@ -191,21 +191,21 @@ class ShardedState(StoredState):
         return whole | {name: whole[first] for name, first in self.ties.items() if name not in self.frozen}
 
     def load_whole_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        scatter_whole(self._own_share(weights), self._stored_pieces())
+        scatter_whole(self._own_share(weights), self._stored_shards())
         self._load_buffers(weights)
         self.refresh()
 
     def bare_model(self) -> nn.Module:
         return self.model if self.shell is None else self.shell
 
-    def _stored_pieces(self) -> dict[str, Shard]:
-        """:meth:`pieces` of what a file of the run holds: of all, but for ``frozen``."""
-        return {name: piece for name, piece in self.pieces().items() if name not in self.frozen}
+    def _stored_shards(self) -> dict[str, Shard]:
+        """:meth:`shards` of what a file of the run holds: of all, except for ``frozen``."""
+        return {name: shard for name, shard in self.shards().items() if name not in self.frozen}
 
     def _own_share(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Of whole tensors, by ``name`` or ``name/state``, this rank's pieces of shared layers; others as they are."""
+        """Of whole tensors, by ``name`` or ``name/state``, this rank's shards of shared layers; others as they are."""
         return {
-            key: split[0].piece(tensor, self.ranks.groups.tp) if (split := self.split_of(key)) else tensor
+            key: split[0].shard(tensor, self.ranks.groups.tp) if (split := self.split_of(key)) else tensor
             for key, tensor in whole.items()
         }
 
@@ -217,34 +217,34 @@ class ShardedState(StoredState):
     # --- the optimizer ---
 
     def _updated(self) -> dict[str, tuple[Shard, torch.Tensor]]:
-        """The tensor that the optimizer's state is keyed by, beside its piece, for what is trained here.
+        """The tensor that the optimizer's state is keyed by, beside its shard, for what is trained here.
 
-        It is the piece's own data, or the parameter where the optimizer updates the model's.
+        It is the shard's own data, or the parameter where the optimizer updates the model's.
         """
         keys = {id(tensor) for group in self.state_owner.param_groups for tensor in group["params"]}
         parameters, updated = self.parameters(), {}
-        for name, piece in self.pieces().items():
-            tensor = piece.data if id(piece.data) in keys else parameters.get(name)
+        for name, shard in self.shards().items():
+            tensor = shard.data if id(shard.data) in keys else parameters.get(name)
             if tensor is not None and id(tensor) in keys:
-                updated[name] = piece, tensor
+                updated[name] = shard, tensor
         return updated
 
-    def optimizer_pieces(self) -> dict[str, Shard]:
-        """This rank's piece of every tensor of optimizer state, by ``parameter/state``."""
+    def optimizer_shards(self) -> dict[str, Shard]:
+        """This rank's shard of every tensor of optimizer state, by ``parameter/state``."""
         return {
-            f"{name}/{state}": self.state_piece(piece, value)
-            for name, (piece, key) in self._updated().items()
+            f"{name}/{state}": self.state_shard(shard, value)
+            for name, (shard, key) in self._updated().items()
             for state, value in sorted(self.state_owner.state.get(key, {}).items())
         }
 
-    def state_piece(self, piece: Shard, value: torch.Tensor) -> Shard:
-        """A tensor of state as a piece: like its parameter's, or a number that all ranks share."""
+    def state_shard(self, shard: Shard, value: torch.Tensor) -> Shard:
+        """A tensor of state as a shard: like its parameter's, or a number that all ranks share."""
         value = local(value)
-        if value.numel() == piece.data.numel() and value.ndim:
-            return Shard(piece.shape, piece.start, value.view(-1))
+        if value.numel() == shard.data.numel() and value.ndim:
+            return Shard(shard.shape, shard.start, value.view(-1))
         return Shard(torch.Size([1]), 0, value.view(1))
 
-    def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Shard]:
+    def prepare_optimizer_shards(self, states: Mapping[str, int]) -> dict[str, Shard]:
         """Room for the optimizer's state before its first step.
 
         Args:
@@ -262,17 +262,17 @@ class ShardedState(StoredState):
                 )
             if name not in trained:
                 continue
-            piece, parameter = trained[name]
+            shard, parameter = trained[name]
             # A number, such as Adam's step, is kept by torch as a scalar; what is as long as the parameter is split.
             scalar = numel == 1 and state == "step"
             value = torch.zeros((), device=device_of_step(owner, parameter)) if scalar else torch.zeros_like(parameter)
             owner.state[parameter][state] = value
-            room[key] = self.state_piece(piece, value)
+            room[key] = self.state_shard(shard, value)
         return room
 
 
-def whole_pieces(module: nn.Module) -> dict[str, Shard]:
-    """Each parameter of a module, by its name there, as one piece that is all of it."""
+def whole_shards(module: nn.Module) -> dict[str, Shard]:
+    """Each parameter of a module, by its name there, as one shard that is all of it."""
     return {name: Shard(p.shape, 0, p.detach().view(-1)) for name, p in module.named_parameters()}
 
 

@@ -109,11 +109,11 @@ class StoredState:
         return {name: tuple(tensor.shape) for name, tensor in self.stored_weights().items()}
 
     def stored_weights(self) -> dict[str, torch.Tensor]:
-        """Of the model's state dict on this rank, what a file of the run holds: all, but for ``frozen``."""
+        """Of the model's state dict on this rank, what a file of the run holds: all, except for ``frozen``."""
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in self.frozen}
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
-        """The model's state dict, whole but for ``frozen``, on the main rank; elsewhere nothing. A collective call."""
+        """The model's state dict, whole except for ``frozen``, on the main rank; elsewhere nothing. Collective."""
         return self.stored_weights() if self.ranks.is_main else {}
 
     def load_whole_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -128,7 +128,7 @@ class StoredState:
     # --- what else a checkpoint holds ---
 
     def extra_state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold beside model, optimizer and schedule."""
+        """State that a checkpoint has to hold beside model, optimizer and schedule."""
         return {"scaler": self.scaler.state_dict() if self.scaler else {}}
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ class StoredState:
             self.scaler.load_state_dict(state["scaler"])
 
     def rank_state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold of this rank alone; a collective call."""
+        """State that a checkpoint has to hold of this rank alone; a collective call."""
         return {}
 
     def load_rank_state(self, state: dict[str, Any]) -> None:

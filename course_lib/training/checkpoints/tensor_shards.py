@@ -1,4 +1,4 @@
-"""Pieces of tensor-parallel layers as runs of the whole tensors that a checkpoint stores, and back.
+"""Shards of tensor-parallel layers as runs of the whole tensors that a checkpoint stores, and back.
 
 A matrix that is divided by columns leaves a rank many short runs of the whole. A checkpoint knows nothing of that: the
 ranks that share a matrix put it together, one tensor at a time, and each stores an equal run of it. To read, a rank
@@ -15,14 +15,14 @@ from course_lib.parallel.tensor_parallel import ParameterSplit
 
 
 def places(split: ParameterSplit, shape: torch.Size, ranks: int, rank: int, start: int, length: int) -> torch.Tensor:
-    """Where a run of a rank's flattened piece lies in the flattened whole; int64 [length], rising.
+    """Places of a run of a rank's flattened shard in the flattened whole; int64 [length], rising.
 
     Args:
         split: how the whole is divided.
         shape: of the whole.
         ranks: that share it.
-        rank: whose piece.
-        start: first element of the run, in the piece.
+        rank: whose shard.
+        start: first element of the run, in the shard.
         length: of the run.
     """
     # The whole is blocks of the same size, dealt out to the ranks by turns.
@@ -38,19 +38,19 @@ def as_runs(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> dict[str, Shard]:
-    """A rank's pieces, with an equal run of the whole in place of each piece of a shared layer; a collective call.
+    """A rank's shards, with an equal run of the whole in place of each shard of a shared layer; a collective call.
 
     Args:
-        own: pieces by name, of which no two ranks of ``group`` hold the same element.
+        own: shards by name, of which no two ranks of ``group`` hold the same element.
         split_of: how a tensor of that name is divided, and the shape of the whole; None where it is not.
         tensor_group: the ranks that share layers.
-        group: the ranks that hold a whole tensor among them; ``tensor_group``, or more where those shard their pieces.
+        group: the ranks that hold a whole tensor among them; ``tensor_group``, or more where those divide their shards.
         device: to put together on.
     """
-    kept = {name: piece for name, piece in own.items() if split_of(name) is None}
+    kept = {name: shard for name, shard in own.items() if split_of(name) is None}
     described: list[dict[str, torch.dtype]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(
-        described, {name: piece.data.dtype for name, piece in own.items() if name not in kept}, group=group
+        described, {name: shard.data.dtype for name, shard in own.items() if name not in kept}, group=group
     )
     dtypes = {name: dtype for of_rank in described for name, dtype in of_rank.items()}  # a rank may hold nothing of one
     for name in sorted(dtypes):
@@ -59,16 +59,16 @@ def as_runs(
         split, shape = split_and_shape
         whole = torch.zeros(shape.numel(), dtype=dtypes[name], device=device)
         if name in own:
-            piece = own[name]
+            shard = own[name]
             index = places(
                 split,
                 shape,
                 dist.get_world_size(tensor_group),
                 dist.get_rank(tensor_group),
-                piece.start,
-                piece.data.numel(),
+                shard.start,
+                shard.data.numel(),
             )
-            whole[index.to(device)] = piece.data.detach().to(device)
+            whole[index.to(device)] = shard.data.detach().to(device)
         dist.all_reduce(whole.view(torch.uint8), group=group)  # of bytes: each has one rank that is not zero
         length = -(-whole.numel() // dist.get_world_size(group))
         start = min(dist.get_rank(group) * length, whole.numel())
@@ -77,9 +77,9 @@ def as_runs(
 
 
 def enclosing(
-    split: ParameterSplit, shape: torch.Size, ranks: int, rank: int, piece: Shard
+    split: ParameterSplit, shape: torch.Size, ranks: int, rank: int, shard: Shard
 ) -> tuple[Shard, torch.Tensor]:
-    """Room on the CPU for the shortest run of the whole that a piece lies in, and each element's place in that run."""
-    index = places(split, shape, ranks, rank, piece.start, piece.data.numel())
+    """Room on the CPU for the shortest run of the whole that a shard lies in, and each element's place in that run."""
+    index = places(split, shape, ranks, rank, shard.start, shard.data.numel())
     first, end = (int(index[0]), int(index[-1]) + 1) if len(index) else (0, 0)
-    return Shard(shape, first, torch.empty(end - first, dtype=piece.data.dtype)), index - first
+    return Shard(shape, first, torch.empty(end - first, dtype=shard.data.dtype)), index - first

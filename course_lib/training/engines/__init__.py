@@ -1,7 +1,7 @@
 """Engines: one class per way to train.
 
 The trainer counts the targets, computes the losses and moves the learning rate. The engine wraps the model and the
-optimizer, carries the gradients, clips and updates. Its ``ranks`` talk to each other; its ``stored`` says which piece
+optimizer, carries the gradients, clips and updates. Its ``ranks`` talk to each other; its ``stored`` says which shard
 of every tensor lies on this rank, so that a checkpoint can be written and read by any number of ranks.
 """
 

@@ -16,7 +16,7 @@ from course_lib.training.unwrapping import take_back_forward
 
 
 def ddp_options(config: Config) -> DistributedDataParallelKwargs:
-    """What Accelerate wraps a model in torch's DistributedDataParallel with."""
+    """Options with which Accelerate wraps a model in torch's DistributedDataParallel."""
     # static_graph stays off: it spares the search for unused parameters, which most models do without, its first
     # backward sends nothing before its end, and a first backward under no_sync it does not survive.
     options = DistributedDataParallelKwargs(gradient_as_bucket_view=True)

@@ -132,7 +132,7 @@ class StepEngine:
     # --- composing the model; see :func:`course_lib.training.engines.compose.compose` ---
 
     def split_layers(self, model: nn.Module) -> None:
-        """Keep this rank's pieces of matrices that several ranks share; in place."""
+        """Keep this rank's shards of matrices that several ranks share; in place."""
 
     def take_part(self, model: nn.Module) -> nn.Module:
         """The part of the model that this process trains: all of it, but in a pipeline."""
@@ -193,7 +193,7 @@ class StepEngine:
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
         """Around forward and backward of a micro-batch. Gradients that every rank keeps whole travel with the last
-        alone; those of which it keeps a piece are reduced with each."""
+        alone; those of which it keeps a shard are reduced with each."""
         raise NotImplementedError
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
@@ -226,7 +226,7 @@ class StepEngine:
     # --- the run ---
 
     def describe(self) -> Mapping[str, Any]:
-        """What else belongs into the run's summary."""
+        """Entries that the engine adds to the run's summary."""
         return {}
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How the axes of parallelism are laid around one model: in which order, and why in that one."""
+"""Composition of the axes of parallelism around one model: their order, and the reason for it."""
 
 from collections.abc import Callable
 
@@ -47,10 +47,10 @@ def compose(engine: StepEngine, whole: nn.Module, before_wrapping: Callable[[], 
     """
     config = engine.config
     engine.stored = engine.stored_class(engine.ranks, whole, keep_low(whole, engine.precision))
-    # Tensor parallelism replaces the parameters themselves, by pieces. Whoever keeps a list of parameters comes later;
+    # Tensor parallelism replaces the parameters themselves, by shards. Whoever keeps a list of parameters comes later;
     # and while the model is still in one, an embedding that is the head too is split once, and stays one weight.
     engine.split_layers(whole)
-    # A pipeline keeps some blocks of a rank's pieces. From here on nothing needs the whole, and the rest may go.
+    # A pipeline keeps some blocks of a rank's shards. From here on nothing needs the whole, and the rest may go.
     engine.model = engine.stored.model = engine.take_part(whole).to(engine.device)
     before_wrapping()
     engine.examine(engine.model)
@@ -64,7 +64,7 @@ def compose(engine: StepEngine, whole: nn.Module, before_wrapping: Callable[[], 
     # The optimizer is made over what is left on this rank, and data parallelism repoints it to its shards of that.
     engine.optimizer = make_optimizer(engine.model, config.optim)
     engine.stored.remember_order(engine.optimizer)
-    # Data parallelism is outermost: it sums gradients over ranks that hold the same pieces, and hides that behind a
+    # Data parallelism is outermost: it sums gradients over ranks that hold the same shards, and hides that behind a
     # backward whose inner exchanges nothing can hide.
     engine.wrap(engine.model, engine.optimizer)
     engine.stored.take(engine.model, engine.wrapped, engine.optimizer)

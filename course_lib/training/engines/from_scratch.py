@@ -13,31 +13,31 @@ from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.sharding import Shard
 from course_lib.parallel.zero import OverlappedZero1, Zero2
 from course_lib.parallel.zero3 import Zero3
-from course_lib.training.checkpoints.sharded_state import ShardedState, whole_pieces
+from course_lib.training.checkpoints.sharded_state import ShardedState, whole_shards
 from course_lib.training.checkpoints.stored_state import StoredState
 from course_lib.training.engines.sharded import ShardedEngine, gradients_of
 
 
 class ScratchState(ShardedState):
-    """State of an engine whose ``wrapped`` knows its pieces."""
+    """State of an engine whose ``wrapped`` knows its shards."""
 
-    def own_pieces(self) -> dict[str, Shard]:
-        return self.wrapped.pieces()
+    def own_shards(self) -> dict[str, Shard]:
+        return self.wrapped.shards()
 
     def refresh(self) -> None:
         self.wrapped.refresh()
 
 
-class PiecesState(ShardedState):
-    """State of a rank that has whole pieces of split layers, and its own experts."""
+class SplitState(ShardedState):
+    """State of a rank that has whole shards of split layers, and its own experts."""
 
-    shards_pieces = False
+    holds_shards = False
 
-    def own_pieces(self) -> dict[str, Shard]:
-        return whole_pieces(self.model)
+    def own_shards(self) -> dict[str, Shard]:
+        return whole_shards(self.model)
 
     def refresh(self) -> None:
-        pass  # the next forward reads what stands in the pieces
+        pass  # the next forward reads what stands in the shards
 
 
 class Scratch(ShardedEngine):
@@ -64,7 +64,7 @@ class Scratch(ShardedEngine):
 
 
 class ScratchDDP(Scratch):
-    """The course's DDP: every rank has the whole gradient, but for layers and experts that ranks share."""
+    """The course's DDP: every rank has the whole gradient, except for layers and experts that ranks share."""
 
     by_ddp = True
     hook: Callable[[Bucket], ReductionHandle] = staticmethod(sum_gradients)
@@ -73,7 +73,7 @@ class ScratchDDP(Scratch):
     @property
     def stored_class(self) -> type[StoredState]:  # type: ignore[override]
         whole = self.ranks.grid.tp == self.config.parallel.expert_parallel_size == 1
-        return StoredState if whole else PiecesState
+        return StoredState if whole else SplitState
 
     def wrap(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.wrapped = DataParallel(
@@ -140,7 +140,7 @@ class ScratchGathered(Scratch):
         return contextlib.nullcontext()  # no whole gradients are kept between micro-batches
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: piece.data.grad for name, piece in self.wrapped.pieces().items() if piece.data.grad is not None}
+        return {name: shard.data.grad for name, shard in self.wrapped.shards().items() if shard.data.grad is not None}
 
 
 BY_STRATEGY = {

@@ -34,7 +34,7 @@ class CompressingState(StoredState):
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         if isinstance(self.hook, StatefulHook) and state:
-            self.hook.load_state_dict({name: each.to(self.ranks.device) for name, each in state["hook"].items()})
+            self.hook.load_state_dict({name: tensor.to(self.ranks.device) for name, tensor in state["hook"].items()})
 
 
 class Compressing(ScratchDDP):
@@ -83,7 +83,7 @@ class LocalState(StoredState):
         self.model.load_state_dict(state["model"])
         put_back(self.optimizer, state["optimizer"])
         device = self.ranks.device
-        self.wrapped.load_state_dict_of_rank({name: each.to(device) for name, each in state["local"].items()})
+        self.wrapped.load_state_dict_of_rank({name: tensor.to(device) for name, tensor in state["local"].items()})
 
 
 class Local(ScratchDDP):

@@ -40,8 +40,8 @@ from course_lib.training.ranks import Ranks
 
 def _for_stages(batch: Mapping[str, Tensor]) -> dict[str, Any]:
     """What every stage takes of a batch; see :class:`~course_lib.modeling.stages.Stage`."""
-    found, unpadded = model_inputs(batch), unpadded_rows(batch)
-    return found if unpadded is None else found | {"unpadded": torch.tensor(unpadded)}
+    inputs, unpadded = model_inputs(batch), unpadded_rows(batch)
+    return inputs if unpadded is None else inputs | {"unpadded": torch.tensor(unpadded)}
 
 
 class OwnStages(nn.Module):
@@ -96,10 +96,10 @@ class PipelineEngine(ShardedEngine):
         data = data or (max(1, ranks // stages // tensor) if stages else 1)
         stages = stages or max(1, ranks // data // tensor)
         if data * stages * tensor != ranks:
-            each = f"{stages} ranks" if tensor == 1 else f"{stages} × {tensor} ranks"
+            per_pipeline = f"{stages} ranks" if tensor == 1 else f"{stages} × {tensor} ranks"
             sizes = "data_parallel_size × pipeline_parallel_size" + " × tensor_parallel_size" * (tensor > 1)
             raise ConfigError(
-                f"{data} pipelines of {each} are {data * stages * tensor} ranks, and there are {ranks}",
+                f"{data} pipelines of {per_pipeline} are {data * stages * tensor} ranks, and there are {ranks}",
                 f"choose {sizes} equal to the number of processes",
             )
         return RankGrid(data, stages, tensor)
@@ -183,7 +183,7 @@ class PipelineEngine(ShardedEngine):
         else:
             for tensor in model.parameters():
                 dist.broadcast(tensor.detach(), group=group, group_src=0)
-        self.stored.zero, self.stored.shards_pieces = self.zero, self.zero is not None
+        self.stored.zero, self.stored.holds_shards = self.zero, self.zero is not None
         self.score_with(model)  # the executors over the stages, of which an evaluation runs the forwards
 
     def score_with(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""How the ranks' process group is made: over what, by which network interface, with how much patience.
+"""Set-up of the ranks' process group: backends, network interface, time-out.
 
 Accelerate and DeepSpeed make the group; what they are told stands here, once for every engine.
 """
@@ -61,7 +61,7 @@ def group_of_one() -> Iterator[None]:
 
 
 def patience(watchdog_seconds: float) -> timedelta:
-    """How long a rank waits in a collective for the others, before its backend ends it.
+    """Time that a rank waits in a collective for the others, before its backend ends it.
 
     torch's 30 minutes for such groups (10 for NCCL alone), or longer than the watchdog lets a rank evaluate or save
     without a sign of life: the watchdog says who is to blame, a backend's time-out only that time is over.
@@ -73,7 +73,7 @@ def patience(watchdog_seconds: float) -> timedelta:
 
 
 def process_group(device: torch.device, watchdog_seconds: float) -> InitProcessGroupKwargs:
-    """What the default process group is made with, where a launcher has started ranks.
+    """Arguments of the default process group, where a launcher has started ranks.
 
     No ``device_id``, which would form NCCL's communicators at once instead of in their first collective. With it NCCL
     also runs every send and receive of a group in one line with its collectives (torch's warning of "unbatched P2P
@@ -125,6 +125,6 @@ def interface_towards(host: str) -> str | None:
         except OSError:
             continue
         for interface, addresses in psutil.net_if_addrs().items():
-            if not interface.startswith("lo") and own in {each.address.partition("%")[0] for each in addresses}:
+            if not interface.startswith("lo") and own in {known.address.partition("%")[0] for known in addresses}:
                 return interface
     return None

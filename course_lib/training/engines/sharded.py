@@ -57,7 +57,7 @@ class ShardedEngine(StepEngine):
             max_norm: to clip to.
             copies: names of second copies.
         """
-        ranks, shards = self.ranks, self.stored.shards_pieces
+        ranks, shards = self.ranks, self.stored.holds_shards
         counted = [
             gradient
             for name, gradient in gradients.items()
@@ -83,7 +83,7 @@ class ShardedEngine(StepEngine):
         """
         own = {name: gradient for name, gradient in gradients.items() if name in experts.shapes}
         alike = [gradient for name, gradient in gradients.items() if name not in own]
-        shards = self.stored.shards_pieces
+        shards = self.stored.holds_shards
         square = sum_of_squares([*own.values(), *(alike if shards else ())], self.device)
         dist.all_reduce(square, group=None if shards else experts.groups.sharing)
         if not shards:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from course_lib.errors import ConfigError
 from course_lib.parallel.sharding import Shard, local, repoint
-from course_lib.parallel.torch_engines.fsdp import check_units, pieces, split_in_place
+from course_lib.parallel.torch_engines.fsdp import check_units, shards, split_in_place
 from course_lib.parallel.torch_engines.pipeline import own_memory
 from course_lib.training.engines.pipeline import PipelineEngine
 from course_lib.training.engines.stages_state import StagesState
@@ -20,8 +20,8 @@ class ShardedStagesState(StagesState):
 
     zero = None
 
-    def own_pieces(self) -> dict[str, Shard]:
-        return pieces(self.model)
+    def own_shards(self) -> dict[str, Shard]:
+        return shards(self.model)
 
 
 class ShardedPipeline(PipelineEngine):

@@ -8,12 +8,12 @@ from torch.optim import Optimizer
 
 from course_lib.parallel.sharding import Shard
 from course_lib.parallel.zero import Zero1
-from course_lib.training.checkpoints.sharded_state import ShardedState, whole_pieces
+from course_lib.training.checkpoints.sharded_state import ShardedState, whole_shards
 from course_lib.training.optimization import parameter_groups
 
 
 class StagesState(ShardedState):
-    """State of the stages of this rank: their parameters whole, or shards of them, and empty pieces of the others'.
+    """State of the stages of this rank: their parameters whole, or shards of them, and empty shards of the others'.
 
     Attributes:
         all_shapes: of all parameters of the model, by name.
@@ -32,31 +32,31 @@ class StagesState(ShardedState):
     def remember_order(self, optimizer: Optimizer) -> None:
         pass  # it is that of the whole model
 
-    def pieces(self) -> dict[str, Shard]:
-        """A piece of every parameter of the model: whole for this rank's stages, empty for the others'."""
-        device, local = self.ranks.device, self.own_pieces()
-        pieces = {name: Shard(shape, 0, torch.empty(0, device=device)) for name, shape in self.all_shapes.items()}
-        return pieces | {self.names[self.model.get_parameter(name)]: piece for name, piece in local.items()}
+    def shards(self) -> dict[str, Shard]:
+        """A shard of every parameter of the model: whole for this rank's stages, empty for the others'."""
+        device, local = self.ranks.device, self.own_shards()
+        shards = {name: Shard(shape, 0, torch.empty(0, device=device)) for name, shape in self.all_shapes.items()}
+        return shards | {self.names[self.model.get_parameter(name)]: shard for name, shard in local.items()}
 
-    def own_pieces(self) -> dict[str, Shard]:
-        """Pieces of this rank's stages, by their names there."""
-        return self.zero.pieces() if self.zero else whole_pieces(self.model)
+    def own_shards(self) -> dict[str, Shard]:
+        """Shards of this rank's stages, by their names there."""
+        return self.zero.shards() if self.zero else whole_shards(self.model)
 
     def parameters(self) -> dict[str, Tensor]:
         return {self.names[parameter]: parameter for parameter in self.model.parameters()}
 
-    def stored(self, pieces: Mapping[str, Shard], keep_shape: bool = False) -> dict[str, Shard]:
-        """Of some pieces, by ``name`` or ``name/state``, those that this rank stores: every element has one owner.
+    def stored(self, shards: Mapping[str, Shard], keep_shape: bool = False) -> dict[str, Shard]:
+        """Of some shards, by ``name`` or ``name/state``, those that this rank stores: every element has one owner.
 
-        With ``keep_shape``, an empty piece stands for each of the others.
+        With ``keep_shape``, an empty shard stands for each of the others.
         """
-        elsewhere = set(self.all_shapes) if not self.shards_pieces and self.ranks.place.dp > 0 else self.copies
+        elsewhere = set(self.all_shapes) if not self.holds_shards and self.ranks.place.dp > 0 else self.copies
         kept = {}
-        for key, piece in pieces.items():
+        for key, shard in shards.items():
             if key not in elsewhere and key.rpartition("/")[0] not in elsewhere:
-                kept[key] = piece
+                kept[key] = shard
             elif keep_shape:
-                kept[key] = Shard(piece.shape, 0, piece.data[:0])
+                kept[key] = Shard(shard.shape, 0, shard.data[:0])
         return kept
 
     def whole_weights(self) -> dict[str, Tensor]:

@@ -88,11 +88,11 @@ def zero_settings(config: Config, elements: int | None) -> dict[str, Any]:
 
 
 class _Home(NamedTuple):
-    """Where DeepSpeed keeps this rank's run of a parameter: the flat master, and the run's place in it."""
+    """Place where DeepSpeed keeps this rank's run of a parameter: the flat master, and the run's place in it."""
 
     flat: torch.Tensor
     offset: int
-    piece: Shard
+    shard: Shard
 
 
 class DeepSpeedState(ShardedState):
@@ -109,7 +109,7 @@ class DeepSpeedState(ShardedState):
     offloads: bool
 
     def homes(self) -> dict[str, _Home]:
-        """Where each trained parameter's run is kept on this rank, for those that have one here."""
+        """Place of each trained parameter's run on this rank, for those that have one here."""
         rank, homes = self.ranks.rank, {}
         parameter: Any
         for name, parameter in self.model.named_parameters():
@@ -131,18 +131,18 @@ class DeepSpeedState(ShardedState):
                 homes[name] = _Home(flat, offset, Shard(self.state_shapes[name], start, data))
         return homes
 
-    def pieces(self) -> dict[str, Shard]:
-        homes, pieces = self.homes(), {}
+    def shards(self) -> dict[str, Shard]:
+        homes, shards = self.homes(), {}
         for name, parameter in self.model.named_parameters():
             if name in homes:
-                pieces[name] = homes[name].piece
+                shards[name] = homes[name].shard
             elif parameter.requires_grad:
-                pieces[name] = Shard(self.state_shapes[name], 0, torch.empty(0, device=self.ranks.device))
+                shards[name] = Shard(self.state_shapes[name], 0, torch.empty(0, device=self.ranks.device))
             else:
-                pieces[name] = self._frozen_piece(name, parameter)
-        return pieces
+                shards[name] = self._frozen_shard(name, parameter)
+        return shards
 
-    def _frozen_piece(self, name: str, parameter: Any) -> Shard:
+    def _frozen_shard(self, name: str, parameter: Any) -> Shard:
         """A parameter without gradient: whole, or under stage 3 this rank's run of it."""
         if self.strategy != "zero3":
             return Shard(self.state_shapes[name], 0, parameter.detach().view(-1))
@@ -151,23 +151,23 @@ class DeepSpeedState(ShardedState):
         kept = max(0, min(length, self.state_shapes[name].numel() - start))
         return Shard(self.state_shapes[name], start if kept else 0, parameter.ds_tensor.detach()[:kept])
 
-    def optimizer_pieces(self) -> dict[str, Shard]:
-        pieces = {}
-        for name, (flat, offset, piece) in self.homes().items():
+    def optimizer_shards(self) -> dict[str, Shard]:
+        shards = {}
+        for name, (flat, offset, shard) in self.homes().items():
             for state, value in sorted(self.optimizer.state.get(flat, {}).items()):
                 if isinstance(value, int):  # as DeepSpeedCPUAdam counts its steps
                     value = torch.tensor(float(value))
                 value = value if value.ndim else value.clone()  # a file must not hold one number under many names
-                pieces[f"{name}/{state}"] = self._state_run(value, offset, piece)
-        return pieces
+                shards[f"{name}/{state}"] = self._state_run(value, offset, shard)
+        return shards
 
-    def prepare_optimizer_pieces(self, states: Mapping[str, int]) -> dict[str, Shard]:
+    def prepare_optimizer_shards(self, states: Mapping[str, int]) -> dict[str, Shard]:
         homes, room = self.homes(), {}
         for key in states:
             name, state = key.rsplit("/", 1)
             if name not in homes:
                 continue
-            flat, offset, piece = homes[name]
+            flat, offset, shard = homes[name]
             kept = self.optimizer.state[flat]
             if not isinstance(kept.get(state), torch.Tensor):
                 kept[state] = (
@@ -175,14 +175,14 @@ class DeepSpeedState(ShardedState):
                     if state == "step"
                     else torch.zeros_like(flat)
                 )
-            room[key] = self._state_run(kept[state], offset, piece)
+            room[key] = self._state_run(kept[state], offset, shard)
         return room
 
     @staticmethod
-    def _state_run(value: torch.Tensor, offset: int, piece: Shard) -> Shard:
+    def _state_run(value: torch.Tensor, offset: int, shard: Shard) -> Shard:
         if not value.ndim:
             return Shard(torch.Size([1]), 0, value.view(1))
-        return Shard(piece.shape, piece.start, value.narrow(0, offset, piece.data.numel()))
+        return Shard(shard.shape, shard.start, value.narrow(0, offset, shard.data.numel()))
 
     def refresh(self) -> None:
         if self.offloads:

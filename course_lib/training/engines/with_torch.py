@@ -17,8 +17,8 @@ from course_lib.config import Config
 from course_lib.errors import ConfigError
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.sharding import Shard, local
-from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, pieces, shard_with_torch
-from course_lib.training.checkpoints.sharded_state import ShardedState, whole_pieces
+from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch, shards
+from course_lib.training.checkpoints.sharded_state import ShardedState, whole_shards
 from course_lib.training.engines.accelerate_ddp import ddp_options
 from course_lib.training.engines.sharded import ShardedEngine
 from course_lib.training.unwrapping import take_back_forward
@@ -27,13 +27,13 @@ from course_lib.training.unwrapping import take_back_forward
 class DealtOutState(ShardedState):
     """State of an optimizer that has whole parameters of its own; all ranks have all parameters and gradients."""
 
-    shards_pieces = False
+    holds_shards = False
 
     def refresh(self) -> None:
-        pass  # the next forward reads what stands in the pieces
+        pass  # the next forward reads what stands in the shards
 
-    def own_pieces(self) -> dict[str, Shard]:
-        return whole_pieces(self.model)
+    def own_shards(self) -> dict[str, Shard]:
+        return whole_shards(self.model)
 
     @property
     def state_owner(self) -> Optimizer:
@@ -104,10 +104,10 @@ class DTensorState(ShardedState):
     """State in DTensors, of which a rank has a run of rows."""
 
     def refresh(self) -> None:
-        pass  # the next forward gathers what stands in the pieces
+        pass  # the next forward gathers what stands in the shards
 
-    def own_pieces(self) -> dict[str, Shard]:
-        return pieces(self.model)
+    def own_shards(self) -> dict[str, Shard]:
+        return shards(self.model)
 
 
 class TorchFSDP(ShardedEngine):

@@ -221,7 +221,7 @@ static void kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       touch(t, writes, name.c_str(), stream, time, site);
       TORCH_CHECK(t.numel() == 0 || t.const_data_ptr() != nullptr, "CUDA error: an illegal memory access was encountered (", name, " of a storage of no bytes)");
     } else if (t.is_cpu() && (t.dim() > 0 || fused)) {
-      has_cpu = true;  // numbers may lie on the host, but for the fused optimizers' steps (torch/optim/adam.py)
+      has_cpu = true;  // numbers may lie on the host, except for the fused optimizers' steps (torch/optim/adam.py)
     }
   };
   for (size_t i = 0; i < n; i++) {

@@ -155,7 +155,7 @@ def snapshot(trainer):
     if trainer.config.parallel.strategy == "ddp" and trainer.config.run.training_type != "pipeline":
         tree |= {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()["state"]}
     else:
-        tree["pieces"] = {name: (piece.start, piece.data) for name, piece in trainer.stored.tensors().items()}
+        tree["shards"] = {name: (shard.start, shard.data) for name, shard in trainer.stored.tensors().items()}
     return dict(leaves(tree, ""))
 
 
@@ -489,7 +489,7 @@ def on_two_ranks(folder):
     resuming.resume(trainer)
     found["streams"] = [state.sum().item() for state in (begun, at_first, torch.get_rng_state())]
 
-    for name, copy in (("copied", async_save.replace), ("not copied", lambda piece, data: piece)):
+    for name, copy in (("copied", async_save.replace), ("not copied", lambda shard, data: shard)):
         with mock.patch.object(async_save, "replace", copy):
             found[name] = saved_while_training(folder / name)
 
@@ -504,8 +504,8 @@ def saved_without_a_shared_disk(folder):
     run_dir = folder / f"machine {rank}"
     with mock.patch.dict(os.environ, LOCAL_RANK="0"):
         saver = async_save.BackgroundSaver(run_dir, None, torch.distributed.barrier)
-        piece = Shard(torch.Size([12]), 6 * rank, torch.full((6,), float(rank)))
-        saver.start(1, lambda part: (part / f"rank-{rank}").touch(), {"model/w": piece})
+        shard = Shard(torch.Size([12]), 6 * rank, torch.full((6,), float(rank)))
+        saver.start(1, lambda part: (part / f"rank-{rank}").touch(), {"model/w": shard})
         saver.wait()
     return sorted(path.name for path in (run_dir / checkpoint.name(1)).iterdir())
 
@@ -517,7 +517,7 @@ def best_without_a_shared_disk(folder, options):
     plain = {"training_type": "accelerated", "batch_size": 1}
     trainer = trainer_of(folder / f"machine {torch.distributed.get_rank()}", Recorder(), **(plain | options))
     tensors = (
-        {name: piece.data for name, piece in trainer.stored.pieces().items()}
+        {name: shard.data for name, shard in trainer.stored.shards().items()}
         if isinstance(trainer.stored, ShardedState)
         else trainer.model.state_dict()
     )
@@ -543,8 +543,8 @@ def saved_while_training(folder):
         saver = async_save.BackgroundSaver(folder, None, torch.distributed.barrier)
         for step in (1, 2):
             weights.fill_(step)
-            piece = Shard(torch.Size([12]), 6 * torch.distributed.get_rank(), weights)
-            saver.start(step, lambda _: None, {"model/w": piece})
+            shard = Shard(torch.Size([12]), 6 * torch.distributed.get_rank(), weights)
+            saver.start(step, lambda _: None, {"model/w": shard})
             weights.fill_(step + 1)
             gone_on.set()
             saver.wait()

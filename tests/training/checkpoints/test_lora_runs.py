@@ -93,9 +93,9 @@ def test_a_run_goes_on_to_the_bit(tmp_path, way):
     names = {name.removeprefix("base_model.model.") for name in weights(whole / way)}
     assert names == {"classifier.weight", "classifier.bias", *(name for name in names if ".lora_" in name)}
     kept = whole / way / checkpoint.name(3)
-    in_pieces = formats.is_sharded(kept)
-    assert in_pieces == (way not in ("basic", "ddp torch"))
-    stored = sharded.sizes(kept, "model/") if in_pieces else safetensors_tree.load(kept / formats.MODEL)
+    in_shards = formats.is_sharded(kept)
+    assert in_shards == (way not in ("basic", "ddp torch"))
+    stored = sharded.sizes(kept, "model/") if in_shards else safetensors_tree.load(kept / formats.MODEL)
     assert set(stored) == names and set(safetensors_tree.load(whole / way / "best.safetensors")) == names
 
 

@@ -20,7 +20,7 @@ from course_lib.training.router_loss import RouterLoss
 
 STEPS, SAVED = 3, 2
 NORM_TOLERANCE = 1e-6
-"""Relative: all is in float64 but for transformers' softmax and loss."""
+"""Relative: all is in float64 except for transformers' softmax and loss."""
 MODEL = {"model": "tiny-olmoe", "max_steps": STEPS}
 SHARED = {"expert_parallel_size": 2}
 CASES = {

@@ -263,9 +263,9 @@ def test_muon_trains_matrices_of_blocks_resumes_and_is_that_of_one_process(tmp_p
     [
         ({"communication": "diloco", "sync_every": 4, "diloco_overlap": 4}, "diloco_overlap 4 is no less than"),
         ({"communication": "int8", "quantization_block": 5}, "quantization_block 5 is odd"),
-        ({"communication": "local_sgd", "bucket_mb": 1.0}, "bucket_mb 1.0 would not be read"),
-        ({"communication": "topk", "sync_every": 3}, "it is for --communication local_sgd and diloco"),
-        ({"communication": "diloco", "diloco_keep": 0.1}, "it is for --communication diloco with diloco_overlap"),
+        ({"communication": "local_sgd", "bucket_mb": 1.0}, "bucket_mb 1.0 has no effect"),
+        ({"communication": "topk", "sync_every": 3}, "it applies to --communication local_sgd and diloco"),
+        ({"communication": "diloco", "diloco_keep": 0.1}, "it applies to --communication diloco with diloco_overlap"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(options, words):

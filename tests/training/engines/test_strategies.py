@@ -87,7 +87,7 @@ def between_micro_batches(folder, pairs):
         def backward(self, loss, last, original=kind.backward):
             original(self, loss, last)
             if not last:
-                held.append(sum(piece.numel() * piece.element_size() for piece in self.wrapped.resident()["gradients"]))
+                held.append(sum(shard.numel() * shard.element_size() for shard in self.wrapped.resident()["gradients"]))
 
         kind.backward = backward
     for way in ("as trained", "with the last alone"):
@@ -171,7 +171,7 @@ def test_saved_by_two_ranks_resumed_by_one_and_by_four(tmp_path, pairs, others):
 
 
 def test_a_run_goes_on_with_another_strategy_and_engine(tmp_path, one_process):
-    """Whole to pieces, pieces to other pieces, pieces to whole."""
+    """Whole to shards, shards to other shards, shards to whole."""
     folder, wanted = one_process
     path = [("zero1", "torch", 2), ("zero3", "deepspeed", 2), ("fsdp", "scratch", 4), ("zero2", "scratch", 2)]
     last = folder / checkpoint.name(3)
@@ -207,10 +207,10 @@ def slow_saves(folder, async_save):
 
     real, went_on = sharded.save, threading.Event()
 
-    def slow(pieces, where, *args, **kwargs):
+    def slow(shards, where, *args, **kwargs):
         if async_save and "000004" in str(where):
             assert went_on.wait(320), "training waits for the save"
-        real(pieces, where, *args, **kwargs)
+        real(shards, where, *args, **kwargs)
 
     sharded.save = slow
     seen = []

@@ -184,13 +184,13 @@ def test_without_the_exchange_the_comparison_would_notice(tmp_path, one):
 def test_a_run_of_a_piece_is_found_in_the_whole(shape, split):
     whole, seen = torch.arange(torch.Size(shape).numel()).view(shape), []
     for rank in range(2):
-        piece = torch.cat(
+        shard = torch.cat(
             [part.chunk(2, split.dim)[rank] for part in whole.chunk(split.fused, split.dim)], split.dim
         ).flatten()
-        for start, length in ((0, piece.numel()), (1, piece.numel() - 2), (piece.numel(), 0)):
+        for start, length in ((0, shard.numel()), (1, shard.numel() - 2), (shard.numel(), 0)):
             index = places(split, torch.Size(shape), 2, rank, start, length)
-            assert torch.equal(whole.flatten()[index], Shard(whole.shape, start, piece[start : start + length]).data)
-        seen += places(split, torch.Size(shape), 2, rank, 0, piece.numel()).tolist()
+            assert torch.equal(whole.flatten()[index], Shard(whole.shape, start, shard[start : start + length]).data)
+        seen += places(split, torch.Size(shape), 2, rank, 0, shard.numel()).tolist()
     assert sorted(seen) == list(range(whole.numel()))
 
 
@@ -202,7 +202,7 @@ def test_a_run_of_a_piece_is_found_in_the_whole(shape, split):
             {"sequence_parallel": True, "task": "causal_lm", "max_length": 33},
             "max_length 33 cannot be cut into 2 equal chunks, as sequence_parallel with tensor_parallel_size 2 does",
         ),
-        ({"tensor_parallel_size": 1, "sequence_parallel": True}, "sequence_parallel True would not be read"),
+        ({"tensor_parallel_size": 1, "sequence_parallel": True}, "sequence_parallel True has no effect"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(options, told):

@@ -30,7 +30,7 @@ PERIOD = 6
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """When ranks do their parts of one micro-batch, and what they then hold.
+    """Times of the ranks' parts of one micro-batch, and what they then hold.
 
     Attributes:
         starts: of a rank and the number of ranks: when it does F of its first stage, F of its second, I of its second
@@ -76,15 +76,15 @@ class Squeeze:
     """A table in the making: what remains of each rank's pattern, and which of it may begin before its turn.
 
     Args:
-        board: empty, of a V.
+        builder: empty, of a V.
         block: that is repeated.
         where: actions may overtake others, of :data:`WHERE`.
     """
 
-    def __init__(self, board: ScheduleBuilder, block: BuildingBlock, where: str):
-        self.board, self.most = board, 2 * block.activations(board.ranks)
-        self.turns = [_pattern(block, rank, board.ranks, board.microbatches) for rank in range(board.ranks)]
-        self.forwards_held = [0] * board.ranks  # F's whose I has not been put: no W can free them
+    def __init__(self, builder: ScheduleBuilder, block: BuildingBlock, where: str):
+        self.builder, self.most = builder, 2 * block.activations(builder.ranks)
+        self.turns = [_pattern(block, rank, builder.ranks, builder.microbatches) for rank in range(builder.ranks)]
+        self.forwards_held = [0] * builder.ranks  # F's whose I has not been put: no W can free them
         first_gradient = min(turn.time for turn in self.turns[0] if (turn.stage, turn.kind) == (0, I))
         last_forward = max(turn.time for turn in self.turns[0] if (turn.stage, turn.kind) == (0, F))
         always = max(row[-1].time for row in self.turns) + 1
@@ -96,8 +96,8 @@ class Squeeze:
 
     def run(self) -> bool:
         """Put all actions, each time the one that can begin first; whether it came to the end."""
-        board = self.board
-        firsts = [self._first(rank) for rank in range(board.ranks)]  # (start, time, rank, index), by rank
+        builder = self.builder
+        firsts = [self._first(rank) for rank in range(builder.ranks)]  # (start, time, rank, index), by rank
         while any(self.turns):
             earliest = min(filter(None, firsts), default=None)
             if earliest is None:
@@ -105,28 +105,28 @@ class Squeeze:
             *_, rank, index = earliest
             turn = self.turns[rank].pop(index)
             if turn.kind == F:
-                board.make_room(turn.stage)
-            board.fill(turn.stage, turn.kind, max(board.waits) - board.waits[rank], beyond=True)
-            board.put(turn.stage, turn.kind)
+                builder.make_room(turn.stage)
+            builder.fill(turn.stage, turn.kind, max(builder.waits) - builder.waits[rank], beyond=True)
+            builder.put(turn.stage, turn.kind)
             self.forwards_held[rank] += 1 if turn.kind == F else -1
             # --- what this changes: the rank itself, and the one that its result is for ---
             then = turn.stage + (1 if turn.kind == F else -1)
-            for other in {rank, board.stage_ranks[then] if 0 <= then < board.stages else rank}:
+            for other in {rank, builder.stage_ranks[then] if 0 <= then < builder.stages else rank}:
                 firsts[other] = self._first(other)
         return True
 
     def _first(self, rank: int) -> tuple[int, int, int, int] | None:
         """Of a rank's next action of each stage and kind the one that can begin first; None: all wait for others."""
-        board, candidates, seen = self.board, [], set()
+        builder, candidates, seen = self.builder, [], set()
         for index, turn in enumerate(self.turns[rank]):
             if (turn.stage, turn.kind) in seen:
                 continue
             seen.add((turn.stage, turn.kind))
             if index and (turn.time in self.in_turn or not self._may_overtake(rank, index)):
                 continue
-            ready = board.ready(turn.stage, turn.kind)
+            ready = builder.ready(turn.stage, turn.kind)
             if ready is not None:
-                candidates.append((max(board.clock[rank], ready), turn.time, rank, index))
+                candidates.append((max(builder.clock[rank], ready), turn.time, rank, index))
             if len(seen) == 4:
                 break
         return min(candidates, default=None)
@@ -171,8 +171,8 @@ def squeeze(name: str, ranks: int, microbatches: int, costs: Costs, where: str) 
     Other arguments are those of :func:`repeat`. None where the ranks would come to wait for each other.
     """
     limit = 2 * BLOCKS[name].activations(ranks) * costs.of("activation", 2 * ranks)[0]
-    board = ScheduleBuilder(v_shape(ranks, 2), microbatches, costs, limit)
-    return board.schedule(name) if Squeeze(board, BLOCKS[name], where).run() else None
+    builder = ScheduleBuilder(v_shape(ranks, 2), microbatches, costs, limit)
+    return builder.schedule(name) if Squeeze(builder, BLOCKS[name], where).run() else None
 
 
 def _pattern(block: BuildingBlock, rank: int, ranks: int, microbatches: int) -> list[Turn]:

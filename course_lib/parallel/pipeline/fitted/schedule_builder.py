@@ -42,7 +42,7 @@ class ScheduleBuilder:
         return self.done[stage, kind] < self.microbatches
 
     def ready(self, stage: int, kind: str) -> int | None:
-        """When what a stage's next action of a kind needs is there; None: it is not made yet."""
+        """Time at which the input of a stage's next action of a kind is there; None: it is not made yet."""
         microbatch = self.done[stage, kind]
         source = stage - 1 if kind == F else stage + 1
         if source < 0:
@@ -54,7 +54,7 @@ class ScheduleBuilder:
         return None if made is None else made + self.latency * apart
 
     def arrival(self, stage: int, kind: str) -> int | None:
-        """When the input of a stage's next action of a kind comes from another rank; None: not made yet, or none."""
+        """Time at which that input comes from another rank; None: not made yet, or none."""
         source = stage - 1 if kind == F else stage + 1
         if not 0 <= source < self.stages or self.stage_ranks[source] == self.stage_ranks[stage]:
             return None

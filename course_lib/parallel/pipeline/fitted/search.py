@@ -1,4 +1,4 @@
-"""Which schedule, and how many micro-batches? Every legal table is simulated, and the fastest that fits wins.
+"""Search for a schedule and a number of micro-batches: every legal table is simulated, the fastest that fits wins.
 
 A rank holds the same layers whatever the schedule: with two stages a rank, each stage costs half. So costs are given
 for a rank, and :func:`stage_costs` divides them.

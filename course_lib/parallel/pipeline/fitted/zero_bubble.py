@@ -28,54 +28,56 @@ def fit(ranks: int, microbatches: int, costs: Costs, limit: Number) -> Schedule:
     Raises:
         ConfigError: a rank cannot hold even one micro-batch.
     """
-    boards = [
+    builders = [
         _fit(ScheduleBuilder(loop(ranks), microbatches, costs, exact(limit)), *settings)
         for settings in product((True, False), repeat=3)
     ]
-    return min(boards, key=ScheduleBuilder.longest).schedule("zb_auto")
+    return min(builders, key=ScheduleBuilder.longest).schedule("zb_auto")
 
 
-def _fit(board: ScheduleBuilder, wait_for_first: bool, backward_first: bool, eager: bool) -> ScheduleBuilder:
+def _fit(builder: ScheduleBuilder, wait_for_first: bool, backward_first: bool, eager: bool) -> ScheduleBuilder:
     """One table: rounds of at most one forward and exactly one backward on every rank."""
-    ranks = board.ranks
+    ranks = builder.ranks
     # --- warm-up: until the first gradient has come back to rank 0 ---
-    _warm_up(board, wait_for_first)
+    _warm_up(builder, wait_for_first)
     # --- rounds: forwards down the ranks, then backwards up, W where a rank would wait ---
-    for _ in range(1, board.microbatches):
-        wanted = [board.left(rank, F) and not (backward_first and _holds_back(board, rank)) for rank in range(ranks)]
+    for _ in range(1, builder.microbatches):
+        wanted = [
+            builder.left(rank, F) and not (backward_first and _holds_back(builder, rank)) for rank in range(ranks)
+        ]
         for rank in range(ranks):
             if not all(wanted[rank:]):  # a forward is of no use while a later rank takes none
                 continue
-            board.make_room(rank)
-            board.fill(rank, F, max(board.waits) - board.waits[rank], beyond=True, within=eager)
-            board.put(rank, F)
+            builder.make_room(rank)
+            builder.fill(rank, F, max(builder.waits) - builder.waits[rank], beyond=True, within=eager)
+            builder.put(rank, F)
         for rank in reversed(range(ranks)):
-            board.fill(rank, I, max(board.waits) - board.waits[rank], beyond=True, within=eager)
-            if rank == 0 and not board.left(rank, F):
-                board.put_weights(rank)
-            board.put(rank, I)
-    return board
+            builder.fill(rank, I, max(builder.waits) - builder.waits[rank], beyond=True, within=eager)
+            if rank == 0 and not builder.left(rank, F):
+                builder.put_weights(rank)
+            builder.put(rank, I)
+    return builder
 
 
-def _warm_up(board: ScheduleBuilder, wait_for_first: bool) -> None:
+def _warm_up(builder: ScheduleBuilder, wait_for_first: bool) -> None:
     """The first micro-batch down and up again, with further forwards while its gradient is on the way."""
-    ranks, total = board.ranks, board.microbatches
+    ranks, total = builder.ranks, builder.microbatches
     # --- micro-batch 0 down ---
     for rank in range(ranks):
-        board.put(rank, F)
+        builder.put(rank, F)
     # --- how many more forwards each rank can do before its gradient is back, by time and by memory ---
     more = [0] * ranks
     last = ranks - 1
-    gradient = board.clock[last] + board.length[last, I]  # when the first gradient leaves the rank below
+    gradient = builder.clock[last] + builder.length[last, I]  # when the first gradient leaves the rank below
     for rank in reversed(range(last)):
-        clock, forward = board.clock[rank], board.length[rank, F]
-        while more[rank] + 1 < total and board.fits(rank, more[rank] + 1):
-            arrival = gradient + board.latency
+        clock, forward = builder.clock[rank], builder.length[rank, F]
+        while more[rank] + 1 < total and builder.fits(rank, more[rank] + 1):
+            arrival = gradient + builder.latency
             if clock + forward > arrival if wait_for_first else clock >= arrival:
                 break
             clock += forward
             more[rank] += 1
-        gradient = max(clock, gradient + board.latency) + board.length[rank, I]
+        gradient = max(clock, gradient + builder.latency) + builder.length[rank, I]
     # --- no rank more than the one above, whose outputs they need ---
     for rank in range(1, ranks):
         while more[rank] > 0 and more[rank - 1] <= more[rank] < total - 1:
@@ -83,24 +85,24 @@ def _warm_up(board: ScheduleBuilder, wait_for_first: bool) -> None:
     # --- these forwards, and micro-batch 0 up ---
     for rank in range(ranks):
         for _ in range(more[rank]):
-            board.put(rank, F)
+            builder.put(rank, F)
     for rank in reversed(range(ranks)):
-        board.put(rank, I)
+        builder.put(rank, I)
 
 
-def _holds_back(board: ScheduleBuilder, rank: int) -> bool:
+def _holds_back(builder: ScheduleBuilder, rank: int) -> bool:
     """Whether a rank had better wait for the next gradient than begin a forward that the next rank cannot use yet."""
-    if rank + 1 == board.ranks or board.done[rank, F] < board.done[rank + 1, F] + 2:
+    if rank + 1 == builder.ranks or builder.done[rank, F] < builder.done[rank + 1, F] + 2:
         return False
-    clock = board.clock[rank]
-    gradient = board.clock[rank + 1] + board.length[rank + 1, F] + board.length[rank + 1, I] + board.latency
+    clock = builder.clock[rank]
+    gradient = builder.clock[rank + 1] + builder.length[rank + 1, F] + builder.length[rank + 1, I] + builder.latency
     if clock >= gradient:
         return True
-    over = board.held[rank] + board.activation[rank] - board.limit
-    weights = min(len(board.owed[rank]), -(-over // board.kept[rank])) if over > 0 and board.kept[rank] else 0
-    if clock + board.length[rank, F] + weights * board.length[rank, W] <= gradient:
+    over = builder.held[rank] + builder.activation[rank] - builder.limit
+    weights = min(len(builder.owed[rank]), -(-over // builder.kept[rank])) if over > 0 and builder.kept[rank] else 0
+    if clock + builder.length[rank, F] + weights * builder.length[rank, W] <= gradient:
         return False
-    return gradient - clock <= max(board.waits) - board.waits[rank]
+    return gradient - clock <= max(builder.waits) - builder.waits[rank]
 
 
 def fit_v(ranks: int, microbatches: int, costs: Costs, limit: Number | None = None) -> Schedule:
@@ -121,91 +123,91 @@ def fit_v(ranks: int, microbatches: int, costs: Costs, limit: Number | None = No
             f"it takes at least as many as stages, {2 * ranks}",
         )
     most = 2 * ranks * costs.of("activation", 2 * ranks)[0] if limit is None else exact(limit)
-    boards = []
+    builders = []
     for settings in product((True, False), repeat=2):
-        boards.append(_fit_v(ScheduleBuilder(v_shape(ranks, 2), microbatches, costs, most), [0] * ranks, *settings))
+        builders.append(_fit_v(ScheduleBuilder(v_shape(ranks, 2), microbatches, costs, most), [0] * ranks, *settings))
         worst = None
-        while worst is None or max(boards[-1].waits) < worst:  # again, knowing how long each rank waits
-            worst = max(boards[-1].waits)
+        while worst is None or max(builders[-1].waits) < worst:  # again, knowing how long each rank waits
+            worst = max(builders[-1].waits)
             empty = ScheduleBuilder(v_shape(ranks, 2), microbatches, costs, most)
-            boards.append(_fit_v(empty, boards[-1].waits, *settings))
-    return min(boards, key=ScheduleBuilder.longest).schedule("zbv_auto")
+            builders.append(_fit_v(empty, builders[-1].waits, *settings))
+    return min(builders, key=ScheduleBuilder.longest).schedule("zbv_auto")
 
 
-def _fit_v(board: ScheduleBuilder, expected: list[int], spill_forward: bool, spill_backward: bool) -> ScheduleBuilder:
+def _fit_v(builder: ScheduleBuilder, expected: list[int], spill_forward: bool, spill_backward: bool) -> ScheduleBuilder:
     """One attempt: rounds of at most one forward and exactly one backward on every rank.
 
     A micro-batch makes four laps: forward down and up the V, back down and up again as gradients.
     """
-    _warm_up_v(board)
-    ranks, total = board.ranks, board.microbatches
+    _warm_up_v(builder)
+    ranks, total = builder.ranks, builder.microbatches
     down, up = range(ranks), range(2 * ranks - 1, ranks - 1, -1)  # the first and the second stage of each rank
 
     def fill(rank: int, stage: int, kind: str, spill: bool) -> None:
-        allowed = max(*board.waits, max(expected) - expected[rank])
-        board.fill(stage, kind, allowed - board.waits[rank], spill)
+        allowed = max(*builder.waits, max(expected) - expected[rank])
+        builder.fill(stage, kind, allowed - builder.waits[rank], spill)
 
     for _ in range(2 * total):
         returning = [
-            board.done[down[rank], I] < board.done[up[rank], I]
-            and (rank == ranks - 1 or board.arrival(down[rank], I) is not None or not board.left(up[rank], I))
+            builder.done[down[rank], I] < builder.done[up[rank], I]
+            and (rank == ranks - 1 or builder.arrival(down[rank], I) is not None or not builder.left(up[rank], I))
             for rank in range(ranks)
         ]
         for rank in sorted(range(ranks), key=lambda rank: (not returning[rank], -rank if returning[rank] else rank)):
             stage = down[rank] if returning[rank] else up[rank]
             fill(rank, stage, I, spill=returning[rank] or spill_backward)
-            board.put(stage, I)
+            builder.put(stage, I)
         for rank in range(ranks):
-            forward = _next_forward(board, down[rank], up[rank])
+            forward = _next_forward(builder, down[rank], up[rank])
             if forward is not None:
-                board.make_room(forward)
+                builder.make_room(forward)
                 fill(rank, forward, F, spill=spill_forward)
-                board.put(forward, F)
-    return board
+                builder.put(forward, F)
+    return builder
 
 
-def _next_forward(board: ScheduleBuilder, down: int, up: int) -> int | None:
+def _next_forward(builder: ScheduleBuilder, down: int, up: int) -> int | None:
     """Which of a rank's two stages goes forward next: the second if its input is there, else the first."""
-    if not board.left(up, F):
+    if not builder.left(up, F):
         return None
-    if board.done[up, F] >= board.done[down, F]:
+    if builder.done[up, F] >= builder.done[down, F]:
         return down
-    if up == down + 1 or board.arrival(up, F) is not None:
+    if up == down + 1 or builder.arrival(up, F) is not None:
         return up
-    return down if board.left(down, F) and (down == 0 or board.arrival(down, F) is not None) else None
+    return down if builder.left(down, F) and (down == 0 or builder.arrival(down, F) is not None) else None
 
 
-def _warm_up_v(board: ScheduleBuilder) -> None:
+def _warm_up_v(builder: ScheduleBuilder) -> None:
     """The first micro-batches down the V and up, then more of both so that no rank has fewer than the one above."""
-    ranks, total = board.ranks, board.microbatches
+    ranks, total = builder.ranks, builder.microbatches
     # --- micro-batch 0 down the V, and up; on its way each rank fills its wait with forwards of its first stage ---
     for rank in range(ranks):
-        board.put(rank, F)
-    board.put(ranks, F)
+        builder.put(rank, F)
+    builder.put(ranks, F)
     for rank in reversed(range(ranks - 1)):
-        returns = board.arrival(2 * ranks - 1 - rank, F) or 0
+        returns = builder.arrival(2 * ranks - 1 - rank, F) or 0
         while (
-            board.fits(rank, 2 + 2 * rank)
-            and board.clock[rank] + board.length[rank, F] <= returns
-            and board.done[rank, F] < total - rank
+            builder.fits(rank, 2 + 2 * rank)
+            and builder.clock[rank] + builder.length[rank, F] <= returns
+            and builder.done[rank, F] < total - rank
         ):
             for above in range(rank + 1):
-                board.put(above, F)
-        board.put(2 * ranks - 1 - rank, F)
+                builder.put(above, F)
+        builder.put(2 * ranks - 1 - rank, F)
     # --- level the ranks, first stages and second stages in turn ---
     rising = False
     for rank in range(1, ranks):
-        while _behind(board, rank):
+        while _behind(builder, rank):
             for below in reversed(range(rank, ranks)):
                 stage = 2 * ranks - 1 - below if rising else below
-                if board.left(stage, F):
-                    board.put(stage, F)
+                if builder.left(stage, F):
+                    builder.put(stage, F)
             rising = not rising
 
 
-def _behind(board: ScheduleBuilder, rank: int) -> bool:
+def _behind(builder: ScheduleBuilder, rank: int) -> bool:
     """Whether a rank has fewer forwards than the one above it, or no more of the second stage."""
-    last = board.stages - 1
-    down, up = board.done[rank, F], board.done[last - rank, F]
-    down_above, up_above = board.done[rank - 1, F], board.done[last - rank + 1, F]
-    return down + up < down_above + up_above or up <= up_above < board.microbatches
+    last = builder.stages - 1
+    down, up = builder.done[rank, F], builder.done[last - rank, F]
+    down_above, up_above = builder.done[rank - 1, F], builder.done[last - rank + 1, F]
+    return down + up < down_above + up_above or up <= up_above < builder.microbatches
