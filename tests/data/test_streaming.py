@@ -357,7 +357,7 @@ def test_what_cannot_be_streamed_is_named(change, told, tmp_path):
     ("options", "told"),
     [
         ({}, "say how many to make: --max_steps"),
-        ({"max_steps": 3, "max_train_samples": 5}, "max_train_samples 5 would"),
+        ({"max_steps": 3, "max_train_samples": 5}, "max_train_samples 5 has no effect"),
         ({"max_steps": 3, "task": "masked_lm"}, "streaming True has no effect"),
     ],
 )
