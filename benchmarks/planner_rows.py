@@ -369,7 +369,7 @@ NEMO_GPT3 = {"GPT3-5B": (4096, 24, 32), "GPT3-20B": (6144, 44, 48), "GPT3-175B":
 
 
 def nemo(row: dict[str, Any]) -> Setting:
-    """A run of NeMo's performance guides; of long sequences, 4 Mi tokens a step where the table names no batch.
+    """A run of NeMo's performance guides; of long sequences, 4 Mi tokens per step where the table names no batch.
 
     Its FLOPs count attention whole: in NVIDIA's summary of the same release 16,934 tokens/s of Llama 2 7B are 780
     TFLOP/s, which are 6 per parameter beside the embedding and 12 per layer, channel and key.

@@ -6,7 +6,7 @@
     python -m benchmarks.planner_sweep layouts/data vtrain/data/ground_truth_single.csv   # writes planner-sweep.md
 
 Sources: arXiv 2311.05610: Llamas of 13, 30 and 65 B parameters with a vocabulary of 128,000 on 32 to 256 A100-80,
-ZeRO-1, 2,048 sequences of 2,048 tokens a step or 512 of 8,192. arXiv 2312.12391: GPTs of 0.2 to 1.3 B on one node of
+ZeRO-1, 2,048 sequences of 2,048 tokens per step or 512 of 8,192. arXiv 2312.12391: GPTs of 0.2 to 1.3 B on one node of
 A100, Megatron-DeepSpeed, 1,024 tokens, attention written out, whole blocks recomputed.
 """
 

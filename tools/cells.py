@@ -9,7 +9,6 @@ import importlib
 import inspect
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -33,8 +32,8 @@ def source_of(names: Sequence[str]) -> str:
 
 
 def lean(source: str) -> str:
-    """A definition without annotations and docstrings, its comments kept, in one blank line's layout."""
-    lines = [line.encode() for line in textwrap.dedent(source).splitlines()]
+    """A definition at the top of a file, without annotations and docstrings; its comments stay."""
+    lines = [line.encode() for line in source.splitlines()]
     for (first, start), (last, end) in sorted(_unwanted(ast.parse(source)), reverse=True):
         lines[first : last + 1] = [lines[first][:start] + lines[last][end:]]
     text = "\n".join(line.decode().rstrip() for line in lines)

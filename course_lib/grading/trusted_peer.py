@@ -81,7 +81,7 @@ def follow(announced: int, number: float) -> dict[str, Any]:
 
 
 def judge(task: Task, meeting: PeerMeeting, seen: Sequence[Observation]) -> list[Finding]:
-    """Scores that the meeting shows: the result's by `_right`, the other properties' by `_told`."""
+    """Findings that the meeting shows: the result's by `_right`, the other properties' by `_told`."""
     assert task.met is not None
     findings = []
     for name in task.properties:

@@ -196,7 +196,7 @@ def phase_at(phases: Sequence[tuple[str, float, float]], moment: float) -> str:
 
 
 def without(whole: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
-    """Remainder of a disjoint ordered list."""
+    """Intervals of a disjoint ordered list, less what lies in ``holes``, which is one too."""
     left, first = [], 0
     for start, end in whole:
         while first < len(holes) and holes[first][1] <= start:

@@ -23,7 +23,7 @@ from course_lib.data.collating import Batch
 
 
 def unpadded_rows(batch: Mapping[str, torch.Tensor]) -> tuple[bool, ...] | None:
-    """Rows without padding, as a batch of any kind knows them, see :class:`Batch`."""
+    """Flags of the rows without padding, which a :class:`Batch` knows; None of any other."""
     return batch.unpadded if isinstance(batch, Batch) else None
 
 

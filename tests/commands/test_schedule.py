@@ -162,8 +162,8 @@ def test_large_tables_are_counted_rather_than_printed(course, monkeypatch):
         ("--schedule gpip --ranks 4 --microbatches 8", "unknown schedule `gpip`: did you mean `gpipe`?"),
         ("--schedule 1f1b --ranks 0 --microbatches 8", "0 ranks: take at least 1"),
         ("--schedule 1f1b --ranks 4 --microbatches 8 16", "2 values of --microbatches: give one, or --compare them"),
-        ("--schedule 1f1b --ranks 4 --microbatches 8 --virtual 2", "1f1b with 2 stages a rank: it takes exactly 1"),
-        ("--schedule interleaved --ranks 4 --microbatches 8 --virtual 0", "0 stages a rank: take at least 1"),
+        ("--schedule 1f1b --ranks 4 --microbatches 8 --virtual 2", "1f1b with 2 stages per rank: it takes exactly 1"),
+        ("--schedule interleaved --ranks 4 --microbatches 8 --virtual 0", "0 stages per rank: take at least 1"),
         (
             "--schedule interleaved --ranks 4 --microbatches 9",
             "9 micro-batches on 4 ranks: they must divide into 2 equal",

@@ -283,7 +283,7 @@ def clip_by_hand(parameters):
 
 
 def clipping_loop(module, optimizer, rank, world, clip):
-    """Two micro-batches a step; the norms that torch returned, also one between two backwards."""
+    """Two micro-batches per step; the norms that torch returned, also one between two backwards."""
     norms = []
     for step in range(3):
         optimizer.zero_grad()

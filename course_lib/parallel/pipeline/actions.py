@@ -126,7 +126,7 @@ def loop(ranks: int, stages_per_rank: int = 1) -> tuple[int, ...]:
 
 
 def v_shape(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Laps alternate in direction: with two stages a rank, the first rank holds the first and the last stage."""
+    """Laps alternate in direction: with two stages per rank, the first rank holds the first and the last stage."""
     # 2 ranks, 2 stages each: 0 1 1 0. Where a lap turns, no message is sent: stages 1 and 2 are on rank 1.
     laps = [range(ranks) if lap % 2 == 0 else range(ranks - 1, -1, -1) for lap in range(stages_per_rank)]
     return tuple(rank for lap in laps for rank in lap)

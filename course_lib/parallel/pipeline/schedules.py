@@ -1,4 +1,4 @@
-"""The tables of the known schedules, for any legal number of ranks, stages a rank and micro-batches.
+"""The tables of the known schedules, for any legal number of ranks, stages per rank and micro-batches.
 
 Most of them are one rule with other numbers (:func:`alternate`): some forwards to warm up, then one forward and one
 backward in turn, then the backwards that are left; where the backward is split, the gradients of the weights lag
@@ -127,8 +127,8 @@ class ScheduleSpec:
     """Rule that makes one kind of schedule, and what is legal for it.
 
     Attributes:
-        row: writes one rank's row from (rank, ranks, micro-batches, stages a rank).
-        place: where the stages live, from (ranks, stages a rank).
+        row: writes one rank's row from (rank, ranks, micro-batches, stages per rank).
+        place: where the stages live, from (ranks, stages per rank).
         stages_per_rank: the only legal number, or None for any.
         equal_groups: micro-batches must divide into :func:`groups` equal groups.
         paired: forwards may overlap with backwards, and there must be as many micro-batches as stages.
@@ -172,7 +172,7 @@ def make(name: str, ranks: int, microbatches: int, stages_per_rank: int | None =
     kind = KINDS[name]
     if stages_per_rank is None:
         stages_per_rank = kind.stages_per_rank or 2
-    for what, value in (("ranks", ranks), ("micro-batches", microbatches), ("stages a rank", stages_per_rank)):
+    for what, value in (("ranks", ranks), ("micro-batches", microbatches), ("stages per rank", stages_per_rank)):
         if value < 1:
             raise ConfigError(f"{value} {what}", "take at least 1")
     if problem := illegal(name, ranks, microbatches, stages_per_rank):
@@ -193,7 +193,7 @@ def illegal(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> t
     """Numbers that a schedule cannot take, and the rule that says so; None where these are legal."""
     kind = KINDS[name]
     if kind.stages_per_rank not in (None, stages_per_rank):
-        return (f"{name} with {stages_per_rank} stages a rank", f"it takes exactly {kind.stages_per_rank}")
+        return (f"{name} with {stages_per_rank} stages per rank", f"it takes exactly {kind.stages_per_rank}")
     if kind.equal_groups and microbatches % groups(ranks, microbatches):
         return (
             f"{name} with {microbatches} micro-batches on {ranks} ranks",

@@ -138,9 +138,9 @@ def test_every_legal_size_is_proved(name):
         ("gpip", (4, 8, None), "unknown schedule `gpip`: did you mean `gpipe`?"),
         ("1f1b", (0, 8, None), "0 ranks: take at least 1"),
         ("1f1b", (4, 0, None), "0 micro-batches: take at least 1"),
-        ("interleaved", (4, 8, 0), "0 stages a rank: take at least 1"),
-        ("1f1b", (4, 8, 2), "1f1b with 2 stages a rank: it takes exactly 1"),
-        ("zbv", (4, 8, 3), "zbv with 3 stages a rank: it takes exactly 2"),
+        ("interleaved", (4, 8, 0), "0 stages per rank: take at least 1"),
+        ("1f1b", (4, 8, 2), "1f1b with 2 stages per rank: it takes exactly 1"),
+        ("zbv", (4, 8, 3), "zbv with 3 stages per rank: it takes exactly 2"),
         ("interleaved", (4, 9, 2), "interleaved with 9 micro-batches on 4 ranks: they must divide into 2 equal groups"),
         ("interleaved_zero_bubble", (4, 13, 2), "they must divide into 3 equal groups"),
         (

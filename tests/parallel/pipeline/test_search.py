@@ -91,7 +91,7 @@ def test_stages_for(name):
     only = FITTED.get(name) or KINDS[name].stages_per_rank
     assert stages_for(name) == (only or 2)
     if only:
-        with pytest.raises(ConfigError, match=f"{name} with 3 stages a rank: it takes exactly {only}"):
+        with pytest.raises(ConfigError, match=f"{name} with 3 stages per rank: it takes exactly {only}"):
             stages_for(name, 3)
     else:
         assert stages_for(name, 3) == 3
@@ -103,7 +103,7 @@ def test_stages_for(name):
         (lambda: search(4, [8], Costs(), names=["zbw"]), "unknown schedule `zbw`: did you mean"),
         (lambda: search(0, [8], Costs()), "0 ranks: take at least 1"),
         (lambda: search(4, [8, 0], Costs()), "0 micro-batches: take at least 1"),
-        (lambda: search(4, [8], Costs(), stages_per_rank=[0]), "0 stages a rank: take at least 1"),
+        (lambda: search(4, [8], Costs(), stages_per_rank=[0]), "0 stages per rank: take at least 1"),
         (lambda: build("v_half", 0, 8, 2, Costs()), "0 ranks and 8 micro-batches"),
     ],
 )

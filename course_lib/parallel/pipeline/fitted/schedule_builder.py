@@ -54,7 +54,7 @@ class ScheduleBuilder:
         return None if made is None else made + self.latency * apart
 
     def arrival(self, stage: int, kind: str) -> int | None:
-        """Time at which that input comes from another rank; None: not made yet, or none."""
+        """As :meth:`ready`, of an input from another rank; None where there is none, or it is not made yet."""
         source = stage - 1 if kind == F else stage + 1
         if not 0 <= source < self.stages or self.stage_ranks[source] == self.stage_ranks[stage]:
             return None

@@ -1,6 +1,6 @@
 """Search for a schedule and a number of micro-batches: every legal table is simulated, the fastest that fits wins.
 
-A rank holds the same layers whatever the schedule: with two stages a rank, each stage costs half. So costs are given
+A rank holds the same layers whatever the schedule: with two stages per rank, each stage costs half. So costs are given
 for a rank, and :func:`stage_costs` divides them.
 """
 
@@ -15,7 +15,7 @@ from course_lib.parallel.pipeline.schedules import KINDS, make
 from course_lib.parallel.pipeline.simulation import Costs, Number, Timeline, exact, simulate
 
 FITTED = {"zb_auto": 1, "zbv_auto": 2, "v_half": 2, "v_min": 2}
-"""The tables that depend on the costs, and their stages a rank; the first two also depend on the memory limit."""
+"""The tables that depend on the costs, and their stages per rank; the first two also depend on the memory limit."""
 NAMES = (*KINDS, *FITTED)
 
 
@@ -49,10 +49,10 @@ def stages_for(name: str, wanted: int | None = None) -> int:
     if name not in NAMES:
         raise ConfigError(f"unknown schedule `{name}`", nearest(name, NAMES))
     if wanted is not None and wanted < 1:
-        raise ConfigError(f"{wanted} stages a rank", "take at least 1")
+        raise ConfigError(f"{wanted} stages per rank", "take at least 1")
     only = FITTED[name] if name in FITTED else KINDS[name].stages_per_rank
     if only and wanted not in (None, only):
-        raise ConfigError(f"{name} with {wanted} stages a rank", f"it takes exactly {only}")
+        raise ConfigError(f"{name} with {wanted} stages per rank", f"it takes exactly {only}")
     return only or wanted or 2
 
 

@@ -106,7 +106,7 @@ def _holds_back(builder: ScheduleBuilder, rank: int) -> bool:
 
 
 def fit_v(ranks: int, microbatches: int, costs: Costs, limit: Number | None = None) -> Schedule:
-    """The best table found for two stages a rank in a V.
+    """The best table found for two stages per rank in a V.
 
     Args:
         ranks: ranks of the pipeline.
