@@ -4,6 +4,7 @@ Four steps of AdamW in float32 on 2 and 4 ranks. Without the mechanism a weight 
 allowed here.
 """
 
+import ast
 import functools
 import inspect
 from pathlib import Path
@@ -382,8 +383,18 @@ def test_1f1b_holds_fewer_microbatches(size, trained):
         assert [peak for _, _, peak in trained[name, size]] == [peak for _, _, peak in trained[f"full {name}", size]]
 
 
-def test_each_is_short():
+def test_each_is_short_and_has_no_options():
+    """Under 100 lines, and no argument with a default but the group, which is that of all ranks."""
     files = [data_parallel, fsdp, gpipe, one_f_one_b, tensor_parallel, zero1, zero2, zero3]
     for module in files:
-        assert inspect.getsource(module).count("\n") < 100, module.__name__
+        text = inspect.getsource(module)
+        assert text.count("\n") < 100, module.__name__
+        functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+        optional = {
+            argument.arg
+            for function in functions
+            for argument in function.args.args[len(function.args.args) - len(function.args.defaults) :]
+        }
+        assert functions and optional <= {"group"}, module.__name__
+        assert not any(function.args.kw_defaults for function in functions)
     assert len(list(Path(data_parallel.__file__).parent.glob("[!_]*.py"))) == len(files)
