@@ -130,10 +130,10 @@ def calls_among_copies(folder, options):
     return steps, len(trainer.engine.blocks())
 
 
-def calls(folder):
-    sharded = {"strategy": "fsdp", "gradient_accumulation_steps": 1}
+def calls(folder, strategy):
+    options = {"strategy": strategy, "gradient_accumulation_steps": 1, "batch_size": 4}
     return {
-        chunks: calls_among_copies(folder / f"calls-{chunks}", sharded | {"pipeline_chunks": chunks, "batch_size": 4})
+        chunks: calls_among_copies(folder / f"calls-{strategy}-{chunks}", options | {"pipeline_chunks": chunks})
         for chunks in (2, 4)
     }
 
@@ -185,7 +185,7 @@ def on_two_and_refused(folder):
 def on_four(folder):
     return run(folder, {name: TWO_BY_TWO | each for name, each in FOUR.items()}) | {
         "without": without(folder),
-        "calls": calls(folder),
+        "calls": {strategy: calls(folder, strategy) for strategy in ("ddp", "fsdp")},
     }
 
 
@@ -246,11 +246,16 @@ def test_two_pipelines_that_fully_shard_splits_compute_in_bf16_too(four, plain):
 
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_a_stage_is_gathered_and_reduced_once_a_batch_not_with_each_micro_batch(four, chunks):
-    steps, blocks = four[0]["calls"][chunks]
+    steps, blocks = four[0]["calls"]["fsdp"][chunks]
     units = blocks + 1  # and what is around the blocks
     assert blocks > 0 and len(steps) == 3
     for moved in steps[1:]:  # in the first one torch's runtime learns the shapes of messages, by one forward more
         assert (moved["all_gather"], moved["reduce_scatter"]) == (units, units)
+
+
+def test_gradients_are_summed_over_the_copies_once_a_batch_not_with_each_micro_batch(four):
+    few, many = (four[0]["calls"]["ddp"][chunks][0] for chunks in (2, 4))
+    assert few == many and len(few) == 3 and all(moved["all_reduce"] for moved in few)
 
 
 @pytest.mark.long
