@@ -19,7 +19,7 @@ class TrackingConfig(Strict):
     """Trackers that a run's numbers go to besides `metrics.jsonl`, and what goes with them."""
 
     tracker: str = os.environ.get("COURSE_TRACKER", "trackio")
-    """`trackio` or `jsonl` (both local, read by `course runs` and `course dashboard`), `tensorboard`, `wandb` \
+    """`trackio` or `jsonl` (both local, read by `course runs`), `tensorboard`, `wandb` \
 (offline without WANDB_API_KEY), several with commas between, or `none`; the environment's COURSE_TRACKER sets another \
 default."""
     project: str = "distributed-transformers"

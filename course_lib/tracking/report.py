@@ -41,20 +41,19 @@ def write_markdown(path: Path, title: str, runs: Sequence[TrackedRun], figures: 
     write_text(path, "\n\n".join(parts) + "\n")
 
 
-def html_page(title: str, runs: Sequence[TrackedRun], figures: Mapping[str, "Figure"], refresh: int = 0) -> str:
-    """The page with its figures inside; ``refresh`` above 0 makes a browser load it anew after so many seconds."""
+def html_page(title: str, runs: Sequence[TrackedRun], figures: Mapping[str, "Figure"]) -> str:
+    """The page with its figures inside."""
     parts = [f"<h1>{html.escape(title)}</h1>", _html_table(*_summary(runs))]
     for name, figure in figures.items():
         picture = base64.b64encode(_svg(figure).encode()).decode()
         parts.append(f'<p><img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{picture}"></p>')
     for heading, table in tables_of(runs).items():
         parts += [f"<h2>{html.escape(heading)}</h2>", _html_table(*table)]
-    again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
-    return _PAGE.format(title=html.escape(title), again=again, body="\n".join(parts))
+    return _PAGE.format(title=html.escape(title), body="\n".join(parts))
 
 
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">{again}
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title>
 <style>body{{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:75rem;padding:0 1rem;color:#222}}
 table{{border-collapse:collapse;max-width:100%}} img{{max-width:100%}}

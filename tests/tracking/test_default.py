@@ -1,4 +1,4 @@
-"""With nothing set up a run is kept by trackio, in its own folder; its dashboard shows the runs of many folders."""
+"""With nothing set up a run is kept by trackio, in its own folder."""
 
 import json
 import os
@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from course_lib.cli import main
-from course_lib.commands import dashboard_server
 from course_lib.config import build
 from course_lib.errors import ConfigError
 from course_lib.tracking.base import Guarded, RunInfo, Tracker
@@ -83,85 +82,6 @@ def test_the_hub_is_not_asked_for_the_users_name(monkeypatch, tmp_path):
     tracker.start()
     tracker.finish()
     assert calls == ["asked"]
-
-
-def asked(port, path, host=None, **data):
-    headers = {"Content-Type": "application/json"} | ({"Host": host} if host else {})
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/{path}", json.dumps(data).encode() if data else None, headers
-    )
-    with urllib.request.urlopen(request, timeout=300) as answer:
-        return answer.headers, answer.read().decode()
-
-
-def once(look, wanted):
-    """What a look gives, once it is as wanted."""
-    return until(lambda: value if wanted(value := look()) else None)
-
-
-@pytest.fixture
-def served(runs_folder):
-    """The command as a process of its own, as trackio's folder is the process's; gives the port."""
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "course_lib",
-            "dashboard",
-            str(runs_folder[0]),
-            "--no_browser",
-            "--port",
-            "0",
-            "--refresh",
-            "1",
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        line = process.stdout.readline()
-        assert line.startswith("dashboard: http://127.0.0.1:") and "(trackio;" in line
-        yield int(line.split(":")[3].partition("/")[0])
-        process.send_signal(signal.SIGINT)
-        assert process.wait(400) == 0
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_trackios_dashboard_shows_the_runs_of_all_folders_as_they_come(runs_folder, served):
-    headers, page = asked(served, "")
-    assert "Trackio" in page and headers["Content-Security-Policy"].startswith("default-src 'self'")
-    assert "http" not in page, "the page names no other site"
-
-    def runs():
-        return json.loads(asked(served, "api/get_runs_for_project", project="project")[1])["data"]
-
-    def logs():
-        return json.loads(asked(served, "api/get_logs", project="project", run=second["name"], run_id=second["id"])[1])
-
-    _, second = once(runs, lambda rows: len(rows) == 2)
-    before = once(logs, lambda answer: answer["data"])["data"]
-    runs_folder[1].log({"train/loss": 0.25}, 20)
-    after = once(logs, lambda answer: len(answer["data"]) > len(before))["data"]
-    assert after[-1]["train/loss"] == 0.25 and len(after) == len(before) + 1
-    with pytest.raises(urllib.error.HTTPError) as error:
-        asked(served, "", host="evil.example")
-    assert error.value.code == 400
-
-
-def test_the_dashboard_listens_on_loopback_and_a_taken_port_is_one_line(runs_folder, capsys):
-    folder, second = runs_folder
-    second.finish()  # this process's trackio moves to the dashboard's copy
-    with dashboard_server.serve_trackio([str(folder)], 0, 0) as port, socket.socket() as other:
-        other.bind(("127.0.0.2", port))  # the wildcard address would hold this one too
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert main(["dashboard", str(folder), "--no-browser", "--port", str(port)]) == ConfigError.exit_code
-    assert f"port {port} on 127.0.0.1 is taken" in capsys.readouterr().err
-    (folder / "none").mkdir()
-    assert main(["dashboard", str(folder / "none"), "--view", "trackio"]) == ConfigError.exit_code
-    assert "trackio has kept no run in" in capsys.readouterr().err
 
 
 class Waits(Tracker):

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from course_lib.cli import main
-from course_lib.commands import dashboard_server
 from course_lib.errors import ConfigError, DataError
 from course_lib.figures.runs import compare_curves, compare_results
 from course_lib.lessons.tracking.figures import confusion
@@ -207,40 +206,3 @@ def test_reports_need_nothing_else_and_show_texts_as_they_are(runs_folder, tmp_p
     assert "<script>" not in text and "[link]" not in text
     cells = [line.replace("\\|", "").count("|") for line in text.splitlines() if "alert" in line]
     assert cells == [3, 3]
-
-
-def test_the_dashboard_answers_this_machine_alone_and_shows_runs_as_they_come(runs_folder):
-    with dashboard_server.serve([str(runs_folder)], 0, 5) as server:
-        assert server.server_address[0] == "127.0.0.1"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}/"
-        with urllib.request.urlopen(address) as answer:
-            assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
-            text = answer.read().decode()
-        assert "meta" in check_page(text).tags and "newcomer" not in text
-        late = JsonLinesTracker(RunInfo("id9", "newcomer", "project", None, runs_folder / "late" / "tracking"))
-        late.start()
-        with urllib.request.urlopen(address) as answer:
-            assert "newcomer" in answer.read().decode()
-        for path, host, status in (("", "evil.example:80", 403), ("../etc/passwd", None, 404)):
-            request = urllib.request.Request(address + path, headers={"Host": host} if host else {})
-            with pytest.raises(urllib.error.HTTPError) as error:
-                urllib.request.urlopen(request)
-            assert error.value.code == status
-        (runs_folder / "late" / "tracking" / "rank-0.jsonl").write_text("{broken\n")
-        with pytest.raises(urllib.error.HTTPError) as error:
-            urllib.request.urlopen(address)
-        assert error.value.code == 500 and b"is not JSON" in error.value.read()
-        server.shutdown()
-
-
-def test_a_port_that_is_taken_is_one_line(runs_folder, capsys):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert main(["dashboard", str(runs_folder), "--no-browser", "--port", str(port)]) == ConfigError.exit_code
-    assert capsys.readouterr().err == (
-        f"course: port {port} on 127.0.0.1 is taken: give another --port, or 0 for any that is free\n"
-    )
-    assert main(["dashboard", str(Path(runs_folder) / "none")]) == ConfigError.exit_code
