@@ -1,12 +1,10 @@
-"""Writes a job for other launchers: a Slurm script, torchrun, Accelerate's YAML, a SkyPilot task.
+"""Writes a job for other launchers: a Slurm script, torchrun, Accelerate's YAML.
 
 Each of them is text that stands by itself; nothing here is started.
 """
 
 import shlex
 from collections.abc import Callable
-
-import yaml
 
 from course_lib.cloud.job import Job
 from course_lib.launching.interrupts import NOTE
@@ -95,50 +93,6 @@ def accelerate(job: Job) -> str:
     return accelerate_yaml(several_processes(world), world, job.instance_count, head=head)
 
 
-def skypilot(job: Job) -> str:
-    """A SkyPilot task: ``sky jobs launch FILE`` brings it back after a spot interruption."""
-    resources: dict[str, object] = {"disk_size": 256}
-    if _has_gpus(job):
-        chip = hardware.accelerator(job.instance_type).name
-        resources["accelerators"] = f"{SKYPILOT_NAMES.get(chip, chip)}:{job.processes}"
-    else:
-        resources["cpus"] = "4+"
-    if job.spot:
-        resources |= {"use_spot": True, "job_recovery": "FAILOVER"}
-    run = f"""head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
-torchrun --nnodes "$SKYPILOT_NUM_NODES" --nproc_per_node {job.processes} --node_rank "$SKYPILOT_NODE_RANK" \\
-    --master_addr "$head" --master_port {PORT} \\
-    {TRAIN} {options(job)} {RESUME}
-"""
-    task = {
-        "name": job.name,
-        "num_nodes": job.instance_count,
-        "resources": resources,
-        "workdir": ".",
-        "setup": "pip install -c constraints.txt -e .[train,tracking]\n",
-        "run": run,
-    }
-    return (
-        "# output_dir has to be on a disk that all nodes share, or in a bucket that file_mounts mounts.\n"
-        + yaml.dump(task, Dumper=_Dumper, sort_keys=False)
-    )
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as a block."""
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text)
-
-
-SKYPILOT_NAMES = {"A100-40": "A100", "A100-80": "A100-80GB", "V100-16": "V100", "V100-32": "V100-32GB"}
-"""SkyPilot's names of accelerators, where they differ from the catalogue's."""
-
-
 def _has_gpus(job: Job) -> bool:
     if not job.instance_type:
         return job.config.run.device != "cpu"
@@ -149,6 +103,5 @@ LAUNCHERS: dict[str, tuple[str, Callable[[Job], str]]] = {
     "slurm": ("job.sbatch", slurm),
     "torchrun": ("torchrun.sh", torchrun),
     "accelerate": ("accelerate.yaml", accelerate),
-    "skypilot": ("skypilot.yaml", skypilot),
 }
 """File name and writer by launcher."""

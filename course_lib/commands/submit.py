@@ -16,12 +16,10 @@ if TYPE_CHECKING:  # what --help need not load
     from course_lib.cloud.sagemaker import Account
 
 NAME = "submit"
-HELP = "send a run to SageMaker, rehearse that here (--local), or write a script for Slurm, torchrun or SkyPilot"
+HELP = "send a run to SageMaker, rehearse that here (--local), or write a script for Slurm, torchrun or Accelerate"
 ASK_ABOVE = 10.0
 """Dollars that a job may cost at most without a question."""
-RENTED = ("sagemaker", "skypilot")
-"""Launchers that are told by name which machine to rent."""
-TARGETS = ("sagemaker", "slurm", "torchrun", "accelerate", "skypilot")
+TARGETS = ("sagemaker", "slurm", "torchrun", "accelerate")
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +37,7 @@ def _add_job(job: "argparse._ArgumentGroup") -> None:
         "--instance_type",
         metavar="ML.NAME",
         help="SageMaker's name of the machine: ml.p4d.24xlarge, "
-        "ml.g5.xlarge ...; sagemaker and skypilot rent by it, others take --processes_per_instance too",
+        "ml.g5.xlarge ...; sagemaker rents by it, others take --processes_per_instance too",
     )
     job.add_argument("--instance_count", type=int, default=1, metavar="N", help="machines [1]")
     job.add_argument("--processes_per_instance", type=int, metavar="N", help="ranks on each [one per GPU]")
@@ -110,11 +108,11 @@ def run(args: argparse.Namespace) -> int:
 
     max_wait = args.max_wait_hours if args.max_wait_hours is not None else 2 * args.max_hours
     kind, processes = args.instance_type or "", args.processes_per_instance
-    if not kind and (args.to in RENTED or processes is None):
+    if not kind and (args.to == "sagemaker" or processes is None):
         raise ConfigError(
             f"--to {args.to} without --instance_type",
             "name the machine, as ml.g5.xlarge"
-            if args.to in RENTED
+            if args.to == "sagemaker"
             else "say how many ranks each machine has: --processes_per_instance 8",
         )
     job = Job(

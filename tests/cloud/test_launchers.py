@@ -1,7 +1,7 @@
 """Scripts for other launchers, each read by the parser of what is to run it: bash, torchrun, Accelerate, our trainer.
 
-Slurm itself reads and runs its script in test_launchers_slurm.py, and SkyPilot loads its task in
-test_launchers_skypilot.py, where their packages can be downloaded; here their text alone is looked at.
+Slurm itself reads and runs its script in test_launchers_slurm.py, where its packages can be downloaded; here its text
+alone is looked at.
 """
 
 import re
@@ -9,7 +9,6 @@ import shlex
 import subprocess
 
 import pytest
-import yaml
 from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
@@ -40,26 +39,18 @@ def written(name, job=JOB):
 
 
 def test_all_launchers_are_looked_at():
-    assert list(LAUNCHERS) == ["slurm", "torchrun", "accelerate", "skypilot"]
-
-
-def script(name, job):
-    """The bash of a launcher's file."""
-    text = written(name, job)
-    return yaml.safe_load(text)["run"] if name == "skypilot" else text
+    assert list(LAUNCHERS) == ["slurm", "torchrun", "accelerate"]
 
 
 @pytest.mark.parametrize("job", [JOB, ALONE], ids=["2x8", "1x2"])
-@pytest.mark.parametrize("name", ["slurm", "torchrun", "skypilot"])
+@pytest.mark.parametrize("name", ["slurm", "torchrun"])
 def test_bash_torchrun_and_the_trainer_read_it(name, job):
-    text = script(name, job)
+    text = written(name, job)
     checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
     assert checked.returncode == 0 and not checked.stderr
     line = next(line for line in text.replace("\\\n", " ").splitlines() if "torchrun --" in line)
     for variable, value in {
         "$SLURM_NNODES": "2",
-        "$SKYPILOT_NUM_NODES": "2",
-        "$SKYPILOT_NODE_RANK": "1",
         "$SLURM_JOB_ID": "7",
         "$head": "10.0.0.1",
     }.items():
@@ -121,12 +112,6 @@ def test_accelerate_loads_its_file_and_its_line(tmp_path):
     assert config_from(cli.parse(parsed.training_script_args)) == CONFIG
 
 
-def test_the_resources_of_skypilots_task():
-    resources = {"disk_size": 256, "accelerators": "A100:8", "use_spot": True, "job_recovery": "FAILOVER"}
-    assert yaml.safe_load(written("skypilot"))["resources"] == resources
-    assert yaml.safe_load(written("skypilot", ALONE))["resources"] == {"disk_size": 256, "cpus": "4+"}
-
-
 def test_the_command_prints_and_writes_them(tmp_path, capsys):
     options = [
         "submit",
@@ -157,7 +142,7 @@ def test_machines_that_are_there_need_no_name(capsys):
         assert unnamed == capsys.readouterr().out, "it has four GPUs"
     assert cli.main([*base, "--to", "slurm", "--processes_per_instance", "4", "--device", "cpu"]) == 0
     assert "--gpus-per-node" not in capsys.readouterr().out
-    for name, cure in {"slurm": "--processes_per_instance", "skypilot": "ml.g5", "sagemaker": "ml.g5"}.items():
+    for name, cure in {"slurm": "--processes_per_instance", "sagemaker": "ml.g5"}.items():
         assert cli.main([*base, "--to", name]) == 2
         said = capsys.readouterr().err
         assert f"--to {name} without --instance_type" in said and cure in said and said.count("\n") == 1
