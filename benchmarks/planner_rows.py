@@ -4,6 +4,7 @@ What a source leaves open (the micro-batch, stages per pipeline rank) is the fas
 what it measured is never looked at for that. What a row leaves out but its source says is cited here.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,7 @@ Setting = tuple[models.Model, Plan, hardware.Cluster, float]
 """Model, plan, cluster, and the measured tokens/s per GPU."""
 
 
+@functools.cache
 def gpt(hidden: int, layers: int, heads: int, vocab: int, sequence: int, dropout: float = 0.1) -> models.Model:
     """A GPT of Megatron's or MosaicML's sizes."""
     return models.from_config(

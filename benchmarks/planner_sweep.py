@@ -11,6 +11,7 @@ A100, Megatron-DeepSpeed, 1,024 tokens, attention written out, whole blocks reco
 """
 
 import argparse
+import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ class Run:
     predicted: float
 
 
+@functools.cache
 def model_of(size: str) -> models.Model:
     """The Llama of a size."""
     layers, heads, hidden, ffn = SIZES[size]

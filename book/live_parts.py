@@ -26,7 +26,7 @@ MODULES = (
     "course_lib/commands/plan.py",
     "course_lib/commands/plan_page.py",
     "course_lib/planning/*.py",
-    "course_lib/planning/catalogue/errors.json",
+    "course_lib/planning/catalogue/*.json",
     *(f"course_lib/grading/{name}.py" for name in ("__init__", "own_code", "report", "rules", "task")),
     *(f"course_lib/grading/tasks/{name}.py" for name in ("__init__", "drawing", "pipeline", "planner", "planning")),
     "course_lib/modeling/__init__.py",

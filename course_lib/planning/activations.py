@@ -91,29 +91,3 @@ def key_copies(model: Model, plan: Plan) -> float:
     """Times that Ulysses copies keys and values: as often as there are more ranks than key heads."""
     ranks = plan.context * plan.tensor
     return max(model.kv_heads, ranks) / model.kv_heads if plan.context_by == "ulysses" and plan.context > 1 else 1.0
-
-
-def outside_blocks(model: Model, micro_batch: int, sequence_length: int, tensor: int = 1, pipeline: int = 1) -> float:
-    """Bytes that the first rank of a full 1F1B pipeline keeps outside its blocks, split over the tensor ranks.
-
-    The mask of the embedding's dropout for each micro-batch in flight; without a pipeline also the last norm's and
-    the output layer's inputs and the logits in fp32. ``memory.estimate`` counts the logits as PyTorch keeps them.
-
-    Source: arXiv 2205.05198 section 4.3.
-    """
-    masks = pipeline * model.hidden if model.dropout else 0
-    outputs = 4 * (model.hidden + (model.vocab if model.has_head else 0)) if pipeline == 1 else 0
-    return micro_batch * sequence_length * (masks + outputs) / tensor
-
-
-def checkpointed(layers: int, checkpoints: float, inputs: float, inside: float) -> float:
-    """Bytes of ``layers`` blocks of which ``checkpoints`` groups keep only their input, while one is recomputed.
-
-    Source: arXiv 2104.04473 section 3.5.
-    """
-    return checkpoints * inputs + layers / checkpoints * inside
-
-
-def best_checkpoints(layers: int, inputs: float, inside: float) -> float:
-    """The number of groups for which :func:`checkpointed` is least."""
-    return (layers * inside / inputs) ** 0.5

@@ -1,7 +1,7 @@
 """A model of any architecture that transformers knows, counted on the model itself, built of no memory.
 
-On the meta device parameters have shapes and no elements, so that a model of any size takes a second and some
-megabytes. What :mod:`course_lib.planning.families` counts by arithmetic needs neither torch nor transformers.
+On the meta device parameters have shapes and no elements, so that a model of any size takes a moment and some
+megabytes, once torch and transformers are there.
 """
 
 from collections import Counter
@@ -9,11 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from transformers.initialization import no_init_weights
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from course_lib.errors import ConfigError, ModelError
+from course_lib.errors import ConfigError, ModelError, nearest
 from course_lib.parallel.blocks import blocks
-from course_lib.planning.families import Parts
+from course_lib.planning.models import Model
 
 NAMES = {
     "hidden": ("hidden_size", "d_model", "n_embd", "dim"),
@@ -26,32 +30,35 @@ NAMES = {
     "context": ("max_position_embeddings", "n_positions", "max_seq_len"),
     "experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
     "experts_per_token": ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token"),
-    "activation": ("hidden_act", "hidden_activation", "activation_function"),
+    "activation": ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn"),
+    "dropout": ("resid_pdrop", "residual_dropout", "hidden_dropout_prob", "hidden_dropout", "dropout", "dropout_rate"),
 }
-"""What configs call a size; of several that one has, the first counts."""
+"""What configs call a size; of several that one has, the first that is not 0 counts."""
 
 
-def parts(fields: Mapping[str, Any], name: str, head: bool) -> Parts:
+def counted(fields: Mapping[str, Any], name: str, head: bool) -> Model:
     """Sizes and parameters, of blocks their average.
 
     Args:
         fields: of a config.json.
-        name: what to call the model in errors.
+        name: what to call the model.
         head: with the layer that gives logits, where the architecture has such a class.
     Raises:
-        ModelError: transformers does not build it of this config, or it has no like blocks.
+        ModelError: transformers does not build it of this config, or it has no like blocks or no vocabulary.
     """
-    import transformers
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers.initialization import no_init_weights
-
-    family = str(fields["model_type"])
+    family = fields.get("model_type")
+    if family not in CONFIG_MAPPING_NAMES:
+        raise ModelError(
+            f"{name}: transformers has no architecture `{family}`" if family else f"{name}: config has no `model_type`",
+            nearest(str(family), CONFIG_MAPPING_NAMES) or "give a config.json that save_pretrained wrote",
+        )
     try:
         config = transformers.AutoConfig.for_model(**fields)
         with torch.device("meta"), no_init_weights():
             model, has_head = _build(config, head)
         model.tie_weights()
-        inside = blocks(model)
+        inside = list(blocks(model).values())
+        config.get_text_config().vocab_size  # noqa: B018  others than models of text have none
     except (
         ConfigError,
         ValueError,
@@ -61,104 +68,128 @@ def parts(fields: Mapping[str, Any], name: str, head: bool) -> Parts:
         RuntimeError,
         ImportError,
         NotImplementedError,
+        ZeroDivisionError,
         StrictDataclassError,
     ) as error:
         raise ModelError(
-            f"{name}: transformers does not build `{family}` of this config as blocks that are counted "
-            f"({str(error).splitlines()[0] if str(error) else type(error).__name__})",
+            f"{name}: transformers does not build `{family}` of this config, as a model of text with like blocks "
+            f"({' '.join(str(error).split()) or type(error).__name__})",
             "give a config.json whose model transformers loads without code of its own",
         ) from error
-    return _count(model, config.get_text_config(), list(inside.values()), has_head)
+    return Model(
+        name,
+        family,
+        **_sizes(config.get_text_config()),
+        **_parameters(model, inside, config.get_text_config()),
+        gated=any("gate_" in part or "wi_1" in part for part, _ in inside[0].named_parameters()),
+        rms_norm=any("RMSNorm" in kind or kind.endswith("T5LayerNorm") for kind in _kinds(model)),
+        rotary=any("Rotary" in kind for kind in _kinds(model)),
+        causal=type(config) in transformers.AutoModelForCausalLM._model_mapping and not _is_masked(config),
+        has_head=has_head,
+        encoder_decoder=bool(config.is_encoder_decoder),
+    )
+
+
+def _is_masked(config: Any) -> bool:
+    """Whether it is of an encoder, which is trained to fill masks; those have classes for the next token, too."""
+    return type(config) in transformers.AutoModelForMaskedLM._model_mapping
 
 
 def _build(config: Any, head: bool) -> tuple[Any, bool]:
     """The model, and whether it ends in logits over the vocabulary."""
-    import transformers
-
     if head:
-        for kind in ("Seq2SeqLM",) if config.is_encoder_decoder else ("MaskedLM", "CausalLM"):  # an encoder has both
+        for kind in ("Seq2SeqLM",) if config.is_encoder_decoder else ("MaskedLM", "CausalLM"):
             maker = getattr(transformers, f"AutoModelFor{kind}")
             if type(config) in maker._model_mapping:
                 return maker.from_config(config), True
     return transformers.AutoModel.from_config(config), False
 
 
-def _count(model: Any, config: Any, inside: list[nn.Module], has_head: bool) -> Parts:
-    """Parameters by where they are, and the sizes that formulas need."""
+def _kinds(model: nn.Module) -> set[str]:
+    """Class names of all modules."""
+    return {type(module).__name__ for module in model.modules()}
 
-    def size(name: str, default: Any = None) -> Any:
-        return next((value for key in NAMES[name] if (value := getattr(config, key, None))), default)
 
-    experts = size("experts", 1)
-    chosen = min(size("experts_per_token", 1), experts)
-    sums, multiplied = _of_blocks(inside, chosen / experts)
-    layers = len(inside)
-    attention, mlp, norms = (sums[part] // layers for part in ("attention", "mlp", "norms"))
+def _size(config: Any, name: str, default: Any = None) -> Any:
+    return next((value for key in NAMES[name] if (value := getattr(config, key, None))), default)
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    """The sizes that a config tells."""
+    hidden, heads = _size(config, "hidden"), _size(config, "heads", 1)
+    experts = _size(config, "experts", 1)
+    one_key_head = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    expert_ffn = _size(config, "ffn of an expert") if experts > 1 else None
+    return {
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": 1 if one_key_head else _size(config, "kv_heads", heads),
+        "head_dim": _size(config, "head_dim", hidden // heads),
+        "ffn": int(expert_ffn or _size(config, "ffn", 4 * hidden)),
+        "vocab": config.vocab_size,
+        "context": _size(config, "context", 0),
+        "experts": experts,
+        "experts_per_token": min(_size(config, "experts_per_token", 1), experts),
+        "activation": str(_size(config, "activation", "gelu")),
+        "dropout": bool(_size(config, "dropout")),
+    }
+
+
+def _parameters(model: nn.Module, inside: list[nn.Module], config: Any) -> dict[str, int]:
+    """Parameters by where they are. A decoder's blocks have more than those of its encoder, which is ``extra``."""
+    sizes = _sizes(config)
+    counts = _of_blocks(inside, sizes["experts_per_token"] / sizes["experts"])
+    layers, whole = len(inside), sum(counts, Counter[str]())
+    if config.is_encoder_decoder:
+        average = {part: min(count[part] for count in counts) for part in whole}
+    else:
+        average = {part: round(total / layers) if part == MATMUL else total // layers for part, total in whole.items()}
+    held = {part: average.get(part, 0) for part in ("attention", "mlp", "norms")}
+    extra = sum(total - layers * held[part] for part, total in whole.items() if part != MATMUL)
+    multiplied = average[MATMUL] + (extra // layers if config.is_encoder_decoder else 0)
     before, after = _outside(model, inside)
-    hidden, heads = size("hidden"), size("heads", 1)
-    expert_ffn = size("ffn of an expert") if experts > 1 else None
-    return Parts(
-        hidden,
-        layers,
-        heads,
-        size("kv_heads", heads),
-        size("head_dim", hidden // heads),
-        int(expert_ffn or size("ffn", 4 * hidden)),
-        size("vocab", 1),
-        size("context", 0),
-        before,
-        attention,
-        mlp,
-        norms,
-        after,
-        extra=sum(sums.values()) - layers * (attention + mlp + norms),
-        experts=experts,
-        experts_per_token=chosen,
-        gated=any("gate_" in name for name, _ in inside[0].named_parameters()),
-        rms_norm=any("RMSNorm" in type(module).__name__ for module in model.modules()),
-        rotary=any("Rotary" in type(module).__name__ for module in model.modules()),
-        causal=(has_head and "CausalLM" in type(model).__name__) or "LMHead" in type(model).__name__,
-        has_head=has_head,
-        activation=str(size("activation", "gelu")),
-        dropout=any(isinstance(module, nn.Dropout) and module.p > 0 for module in inside[0].modules()),
-        multiplied=round(multiplied / layers),
-        encoder_decoder=bool(model.config.is_encoder_decoder),
-    )
+    return held | {"layers": layers, "embedding": before, "head": after, "extra": extra, MATMUL: multiplied}
+
+
+MATMUL = "layer_matmul"
 
 
 def _outside(model: nn.Module, inside: list[nn.Module]) -> tuple[int, int]:
     """Parameters before the first block, and after it, of those that are in none."""
     of_blocks = {parameter for block in inside for parameter in block.parameters()}
     before, after, passed = 0, 0, False
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter in of_blocks:
             passed = True
-        elif passed:
+        elif passed or "final" in name:
             after += parameter.numel()
         else:
             before += parameter.numel()
     return before, after
 
 
-def _of_blocks(inside: list[nn.Module], share: float) -> tuple[Counter[str], float]:
-    """Parameters of all blocks by part, and how many weights a token is multiplied with: of routed experts a share."""
-    named: dict[nn.Parameter, str] = {}
+def _of_blocks(inside: list[nn.Module], share: float) -> list[Counter[str]]:
+    """Each block's parameters by part, and the weights a token is multiplied with: of routed experts a share."""
+    counts, seen = [], set[nn.Parameter]()
     for block in inside:
+        count = Counter[str]()
         for name, parameter in block.named_parameters():
-            named.setdefault(parameter, name)  # what blocks share counts once
-    sums: Counter[str] = Counter()
-    multiplied = 0.0
-    for parameter, name in named.items():
-        sums[_part_of(name)] += parameter.numel()
-        if parameter.ndim >= 2 and not name.endswith("bias"):
-            routed = "expert" in name and "shared" not in name
-            multiplied += parameter.numel() * (share if routed else 1)
-    return sums, multiplied
+            if parameter in seen:
+                continue  # what blocks share counts once
+            seen.add(parameter)
+            count[_part_of(name)] += parameter.numel()
+            if parameter.ndim >= 2 and not name.endswith("bias"):
+                routed = "expert" in name and "shared" not in name
+                count[MATMUL] += parameter.numel() * (share if routed else 1)
+        counts.append(count)
+    return counts
 
 
 def _part_of(name: str) -> str:
     """Attention, norms or MLP, guessed by a parameter's name, as architectures have no common ones."""
     lower = name.lower()
+    if "q_norm" in lower or "k_norm" in lower:
+        return "attention"
     if "norm" in lower or lower.startswith("ln"):
         return "norms"
     return "attention" if "attn" in lower or "attention" in lower else "mlp"

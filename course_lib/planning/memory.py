@@ -68,6 +68,24 @@ class Memory:
         return self.total <= (capacity - RUNTIME) * USABLE and self.host <= host * HOST_USABLE
 
 
+def zero_model_states(parameters: float, shards: int, stage: int, optimizer_bytes: float = 12) -> float:
+    """Bytes per GPU of 16-bit weights and gradients and a mixed-precision optimizer.
+
+    Args:
+        parameters: of the model, Psi.
+        shards: degree of data parallelism, N_d.
+        stage: 0 to 3.
+        optimizer_bytes: K; 12 for Adam.
+
+    Source: arXiv 1910.02054 sections 5.1 to 5.3 and table 1.
+    """
+    return parameters * (
+        2 / (shards if stage >= 3 else 1)
+        + 2 / (shards if stage >= 2 else 1)
+        + optimizer_bytes / (shards if stage >= 1 else 1)
+    )
+
+
 def estimate(model: Model, plan: Plan) -> Memory:
     """Peak memory of the GPU that needs most, of all pipeline ranks, and what it keeps in host memory.
 

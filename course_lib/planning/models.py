@@ -1,28 +1,68 @@
 """Models to plan for: any Hugging Face config, and the usual ones bundled by name.
 
-A model is known by its sizes and its parameter counts; nothing is built and nothing is downloaded, except for a
+A model is known by its sizes and its parameter counts. Those of the bundled ones stand in ``catalogue/counted.json``
+(``python tools/counted.py`` writes it), others are counted when they are asked for. Nothing is downloaded, except for a
 config.json of a few kilobytes when a name is only on the Hub.
 """
 
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from course_lib.errors import ModelError, nearest
 from course_lib.planning import catalogue_files
-from course_lib.planning.families import FAMILIES, RENAMED, UNSUPPORTED, Parts
 
 
 @dataclass(frozen=True)
-class Model(Parts):
-    """A transformer's sizes and parameter counts. Parameters are counted once, tied ones too."""
+class Model:
+    """A transformer's sizes, and where its parameters are. Parameters are counted once, tied ones too."""
 
-    name: str = "model"
-    family: str = "gpt2"
+    name: str
+    family: str
     """transformers' ``model_type``."""
+    hidden: int
+    """Width of the residual stream."""
+    layers: int
+    """Blocks; encoder and decoder together."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    """Width inside an MLP, or inside one expert."""
+    vocab: int
+    context: int
+    """Longest sequence, in tokens; 0 where the architecture sets no limit."""
+    embedding: int
+    """Parameters before the first block: tokens, positions, types, norm; a tied matrix is counted here."""
+    attention: int
+    """Parameters of an average block's attention."""
+    mlp: int
+    """Parameters of an average block's MLP; of all its experts and their router."""
+    norms: int
+    """Parameters of an average block's norms."""
+    head: int
+    """Parameters after the last block that are not tied to the embedding: norm, pooler, transform, matrix, bias."""
+    layer_matmul: int
+    """Weights that one token is multiplied with in an average block."""
+    extra: int = 0
+    """Parameters in a few blocks only: T5's cross-attention and relative positions."""
+    experts: int = 1
+    experts_per_token: int = 1
+    gated: bool = False
+    """The MLP multiplies two projections (SwiGLU, GeGLU)."""
+    rms_norm: bool = False
+    rotary: bool = False
+    causal: bool = True
+    has_head: bool = True
+    """The model ends in logits over the vocabulary."""
+    activation: str = "gelu"
+    """By transformers' name; ``gelu_new`` is written out there in plain PyTorch operations."""
+    dropout: bool = False
+    """Blocks drop activations while they train, so that a mask is kept."""
+    encoder_decoder: bool = False
 
     @property
     def layer(self) -> int:
@@ -35,30 +75,9 @@ class Model(Parts):
         return self.embedding + self.layers * self.layer + self.extra + self.head
 
     @property
-    def active_parameters(self) -> int:
-        """Parameters that work for one token: all but the experts that are not chosen."""
-        return self.parameters - self.layers * (self.experts - self.experts_per_token) * self.expert
-
-    @property
     def expert(self) -> int:
         """Parameters of one of a block's experts, or of its only MLP, without biases."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
-
-    @property
-    def largest_matrix(self) -> int:
-        """Parameters of the largest single module: DeepSpeed's ``largest_layer_params``."""
-        fused = 2 if self.gated and self.experts > 1 else 1  # transformers keeps all experts' gate and up in one
-        return max(self.vocab * self.hidden, self.experts * fused * self.hidden * self.ffn)
-
-    @property
-    def layer_matmul(self) -> int:
-        """Weights that one token is multiplied with in an average block."""
-        if self.multiplied:
-            return self.multiplied
-        width = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        mlp = (3 if self.gated else 2) * self.hidden * self.ffn * self.experts_per_token
-        router = self.experts * self.hidden if self.experts > 1 else 0
-        return self.hidden * width + mlp + router + self.extra // self.layers
 
     @property
     def head_matmul(self) -> int:
@@ -80,61 +99,21 @@ class Model(Parts):
         return 6 * weights + 12 * self.layers * self.attention_width * sequence_length
 
 
-def from_config(config: Mapping[str, Any], name: str = "model", head: bool = True, build: bool = True) -> Model:
-    """A model from the fields of a Hugging Face config.json: by arithmetic, or built on the meta device and counted.
+def from_config(config: Mapping[str, Any], name: str = "model", head: bool = True) -> Model:
+    """A model from the fields of a Hugging Face config.json, built on the meta device and counted.
 
     Args:
         config: the JSON's fields; ``model_type`` names the architecture, what is missing takes its default.
         name: what to call it.
         head: with the layer that gives logits over the vocabulary (AutoModelForCausalLM, ForMaskedLM,
             ForConditionalGeneration); False counts the base model (AutoModel).
-        build: False refuses architectures that the planner has no arithmetic for.
 
     Raises:
         ModelError: no or an unknown ``model_type``, or sizes that cannot be.
     """
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        if family is None or not (build and _known_to_transformers(family)):
-            raise ModelError(
-                f"{name}: config has no `model_type`"
-                if family is None
-                else f"{name}: {'transformers' if build else 'the planner'} has no architecture `{family}`",
-                nearest(str(family), FAMILIES) or "by arithmetic the planner knows " + ", ".join(sorted(FAMILIES)),
-            )
-        from course_lib.planning import built  # here: it takes torch and transformers, seconds
+    from course_lib.planning import built  # here: it takes torch and transformers, seconds
 
-        return _model(built.parts(config, name, head), name, family)
-    read, defaults = FAMILIES[family]
-    given = {RENAMED.get(family, {}).get(key, key): value for key, value in config.items()}
-    for key, value in UNSUPPORTED.get(family, {}).items():
-        if given.get(key, value) not in (value, None):
-            raise ModelError(f"{name}: `{key}: {given[key]}` is not counted", f"only {key}: {value} is")
-    full = {**defaults, **given}
-    if family == "opt":
-        full["word_embed_proj_dim"] = full["word_embed_proj_dim"] or full["hidden_size"]
-    for key in defaults:
-        if isinstance(full[key], bool) or full[key] is None or isinstance(full[key], str | float):
-            continue
-        if not isinstance(full[key], int) or full[key] < (0 if key == "type_vocab_size" else 1):
-            raise ModelError(f"{name}: `{key}: {full[key]}` is no size", "give a whole number from 1 on")
-    parts = read(full, head)
-    if "head_dim" not in full and family != "t5" and parts.hidden % parts.heads:
-        raise ModelError(
-            f"{name}: width {parts.hidden} does not divide into {parts.heads} heads",
-            "give a number of heads that divides it",
-        )
-    return _model(parts, name, family)
-
-
-def _known_to_transformers(family: str) -> bool:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    return family in CONFIG_MAPPING_NAMES
-
-
-def _model(parts: Parts, name: str, family: str) -> Model:
-    return Model(**{field.name: getattr(parts, field.name) for field in fields(Parts)}, name=name, family=family)
+    return built.counted(config, name, head)
 
 
 def bundled() -> dict[str, dict[str, Any]]:
@@ -150,6 +129,12 @@ def _names() -> dict[str, str]:
         for spelling in (name, name.split("/")[-1], *config.get("also", ())):
             known[spelling.lower()] = name
     return known
+
+
+@functools.cache
+def families() -> frozenset[str]:
+    """Architectures of the bundled models."""
+    return frozenset(config["model_type"] for config in bundled().values())
 
 
 def names() -> list[str]:
@@ -175,7 +160,8 @@ def load(model: str | Path | Mapping[str, Any] | Model, head: bool = True) -> Mo
     known, path = _names(), Path(model).expanduser()
     if str(model).lower() in known:
         name = known[str(model).lower()]
-        return from_config(bundled()[name], name, head)
+        sizes = catalogue_files.read("counted")[name]
+        return Model(name, **sizes["model"] | ({} if head else sizes["without logits"]))
     if path.exists():
         return from_config(_read(path), path.stem if path.is_file() else path.resolve().name, head)
     if str(model).count("/") != 1 or isinstance(model, Path):

@@ -11,12 +11,9 @@ from typing import Any
 from course_lib.config import combinations
 from course_lib.config.axes import PLAIN
 from course_lib.errors import ConfigError
+from course_lib.planning import models
 from course_lib.planning.models import Model
 from course_lib.planning.plan import Plan
-
-MASKED = ("bert", "distilbert", "roberta")
-"""Architectures that are trained to fill masks; the others predict the next token."""
-
 
 SPLITTABLE = ("gpt2", "bert", "roberta", "xlm-roberta", "camembert", "llama", "mistral", "qwen2", "gemma")
 """Architectures whose layers ``course train`` splits: those of ``course_lib.parallel.tensor_plans.PLANS``."""
@@ -47,7 +44,7 @@ def why_not(plan: Plan, model: Model) -> str | None:
         return reason
     if plan.context > 1 and (reason := _why_not_split(plan, model)):
         return reason
-    if model.multiplied and plan.pipeline > 1:
+    if plan.pipeline > 1 and model.family not in {*models.families(), *SPREAD}:
         return f"may not know where to cut {model.family} into stages, which the planner has not tried"
     if plan.expert > 1 and model.family not in SPREAD:
         return f"does not share experts of {model.family}, only of {', '.join(SPREAD)}"
@@ -136,8 +133,8 @@ def options(plan: Plan, model: Model, *, dataset: str | None = None, tokens: flo
             f"{plan.strategy} of {model.name}: `course train` {reason}",
             f"use {elsewhere(plan, model)}; or take a plan of another family",
         )
-    masked = model.family in MASKED or (model.multiplied and not model.causal)
-    asked: dict[str, Any] = {"model": model.name, "task": "masked_lm" if masked else "causal_lm"} | _laid_out(plan)
+    task = "causal_lm" if model.causal else "masked_lm"
+    asked: dict[str, Any] = {"model": model.name, "task": task} | _laid_out(plan)
     if dataset:
         asked["dataset"] = dataset
     if tokens:

@@ -19,8 +19,8 @@ class Throughput:
     A row's tokens are counted without padding, and filler rows are not: only what is learnt from. Model FLOPs are those
     of these tokens by the planner's formula (:meth:`course_lib.planning.models.Model.flops`), forward and backward;
     what activation checkpointing computes again is not in them. MFU, model FLOPs utilisation, is their rate by the peak
-    of all accelerators together, by the datasheet (PaLM, arXiv 2204.02311, appendix B). Where the model or the
-    hardware is not in the planner's catalogue there is no MFU.
+    of all accelerators together, by the datasheet (PaLM, arXiv 2204.02311, appendix B). Where the
+    planner cannot count the model, or does not know the hardware, there is no MFU.
 
     Args:
         lengths: tokens of each row of the training split.
@@ -53,7 +53,7 @@ class Throughput:
         self.model: models.Model | None = None
         try:
             self.model = models.from_config(
-                {} if architecture is None else architecture.to_dict(), head=task != "classification", build=False
+                {} if architecture is None else architecture.to_dict(), head=task != "classification"
             )
         except CourseError as error:
             self.peak, self.note = None, f"no MFU: {error.what}"

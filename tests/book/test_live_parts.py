@@ -20,7 +20,7 @@ from course_lib.parallel.pipeline import csv_form
 from course_lib.parallel.pipeline.schedules import make
 from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.validation import check
-from course_lib.planning.state_estimates import zero_model_states
+from course_lib.planning.memory import zero_model_states
 
 TABLE = {
     "name": "1f1b",

@@ -22,7 +22,6 @@ from course_lib.modeling.layouts import LAYOUTS
 from course_lib.parallel.tensor_plans import PLANS
 from course_lib.planning import hardware, models, strategy, to_launchers
 from course_lib.planning import layouts as proposed
-from course_lib.planning.families import FAMILIES
 from course_lib.planning.plan import OPTIMIZERS, Plan
 from course_lib.training.engines import engine_class
 from course_lib.training.run import build_trainer
@@ -87,7 +86,8 @@ def config_of(plan, model, gpus_per_node, **options):
 )
 def test_the_printed_command_of_every_layout_is_a_run_that_nothing_refuses(names):
     assert set(to_launchers.SPLITTABLE) == set(PLANS)
-    assert set(FAMILIES) - {"t5"} <= set(LAYOUTS) | set(FOUND), "the trainer cuts all of them into stages"
+    cut = {*models.families(), *to_launchers.SPREAD} - {"t5"}
+    assert cut <= set(LAYOUTS) | set(FOUND), "the trainer cuts all of them into stages"
     seen, elsewhere = Counter(), Counter()
     for model in (TINY[name] for name in names):
         for gpu, device in (("CPU", "cpu"), ("H100", "cuda"), ("T4", "cuda")):

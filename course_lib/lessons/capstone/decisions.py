@@ -15,7 +15,7 @@ from course_lib.data import DataConnector, TextData
 from course_lib.errors import ConfigError, nearest
 from course_lib.lessons.planning.lab import known_errors
 from course_lib.parallel.blocks import blocks
-from course_lib.planning import cost, hardware, memory, models, state_estimates, strategy, to_launchers
+from course_lib.planning import cost, hardware, memory, models, strategy, to_launchers
 from course_lib.planning.plan import Engine, Plan
 from course_lib.training.baselines import class_shares_loss, majority_class
 
@@ -236,7 +236,7 @@ def states_at_least(project: Project, parameters: float, gpus: int) -> float:
 
     Source: arXiv 1910.02054, table 1.
     """
-    return state_estimates.zero_model_states(parameters, gpus, LAYOUTS[project.strategy][1])
+    return memory.zero_model_states(parameters, gpus, LAYOUTS[project.strategy][1])
 
 
 def planner_error() -> float:
