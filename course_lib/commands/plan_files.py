@@ -23,7 +23,7 @@ def write(result: Search, folder: Path, *, dataset: str | None = None, tokens: f
 
     ``course.yaml`` (the run), ``accelerate.yaml``, for DeepSpeed's plans ``deepspeed.json``, without pipelines,
     split layers and split sequences ``training_arguments.json`` (the Hugging Face Trainer's), a script or task for
-    torchrun, Slurm and SkyPilot, and where SageMaker has such instances ``sagemaker.sh``.
+    torchrun and Slurm, and where SageMaker has such instances ``sagemaker.sh``.
 
     Returns:
         Names of the files, in the order in which they were written.
@@ -82,7 +82,7 @@ def _texts(
         theirs = plain if room else replace(plan, loss="linear")
         arguments = to_launchers.training_arguments(theirs, DEEPSPEED, tokens)
         texts["training_arguments.json"] = json.dumps(arguments, indent=1) + "\n"
-    for kind in ("torchrun", "slurm", "skypilot"):
+    for kind in ("torchrun", "slurm"):
         name, text = LAUNCHERS[kind]
         texts[name] = text(job)
     if job.instance_type.startswith("ml."):

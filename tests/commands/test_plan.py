@@ -66,7 +66,7 @@ def test_what_is_printed_and_written_starts_what_was_planned(tmp_path, capsys):
         assert config.run.batch_size * config.run.gradient_accumulation_steps * 8 == 1024
         assert config.model.model == "facebook/opt-6.7b" and str(config.output_dir).startswith("runs/wikitext-opt")
     assert hours["max_steps"] == steps
-    for name in ("torchrun.sh", "job.sbatch", "skypilot.yaml"):
+    for name in ("torchrun.sh", "job.sbatch"):
         text = (tmp_path / name).read_text()
         assert f"--max_steps {steps}" in text and "--dataset wikitext" in text and "--max_length 2048" in text
     limit = float((tmp_path / "sagemaker.sh").read_text().split("--max_hours ")[1].split()[0])
