@@ -6,6 +6,7 @@ What fits with a chance of less than half does not fit.
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import log
 from typing import Any
 
@@ -128,14 +129,13 @@ def search(
             f"sequence length {sequence_length}, and {model.name} takes 1 to {model.context}",
             f"give --sequence-length {model.context}",
         )
-    batch = default_batch(cluster.gpus, sequence_length) if global_batch is None else global_batch
     precision = precision or cluster.accelerator.half_precision()
     cluster.accelerator.matmul_rate(precision)
+    asked = _Asked(model, cluster, sequence_length, global_batch, precision, families, settings, losses)
     candidates: list[Candidate] = []
     nearest_fit: dict[str, tuple[Plan, Memory]] = {}
     considered = 0
-    tried = _layouts_of(families, model, cluster, sequence_length, batch, precision, settings, losses)
-    for plan in (variant for layout in tried for variant in variants(layout, model)):
+    for plan in (variant for layout in asked.layouts() for variant in variants(layout, model)):
         considered += 1
         held = memory.estimate(model, plan)
         if held.fits(cluster.accelerator.memory, cluster.host_memory):
@@ -147,15 +147,15 @@ def search(
             nearest_fit[family(plan)] = (plan, held)
     if not considered:
         raise NothingFits(
-            f"a global batch of {batch} on {cluster.gpus} GPUs divides among no layout of {model.name}",
-            f"give --global-batch {-(-batch // cluster.gpus) * cluster.gpus}",
+            f"a global batch of {asked.batch} on {cluster.gpus} GPUs divides among no layout of {model.name}",
+            f"give --global-batch {-(-asked.batch // cluster.gpus) * cluster.gpus}",
         )
     if not candidates:
         closest, held = min(nearest_fit.values(), key=lambda pair: taken(pair[1], cluster))
         raise NothingFits(
             f"{model.name} does not fit on {cluster.gpus} x {cluster.accelerator.name}: the nearest layout "
             f"({closest.strategy}, micro-batch {closest.micro_batch}) takes {_of_what_there_is(held, cluster)}",
-            smallest_change(model, cluster, closest, global_batch, families, settings, losses),
+            _smallest_change(asked),
         )
     candidates.sort(key=place)
     fitting = {family(candidate.plan) for candidate in candidates}
@@ -167,20 +167,37 @@ def search(
     return Search(model, cluster, candidates, failed, considered)
 
 
-def _layouts_of(
-    families: Collection[str],
-    model: Model,
-    cluster: Cluster,
-    sequence_length: int,
-    global_batch: int,
-    precision: str,
-    settings: Mapping[str, Any],
-    losses: Collection[Loss],
-) -> Iterator[Plan]:
-    """The layouts of some families."""
-    gpus, offload = (cluster.gpus, cluster.gpus_per_node), cluster.accelerator.has_host
-    every = layouts(model, *gpus, sequence_length, global_batch, precision, offload, settings, losses)
-    return (layout for layout in every if family(layout) in families)
+@dataclass(frozen=True)
+class _Asked:
+    """The arguments of :func:`search`."""
+
+    model: Model
+    cluster: Cluster
+    sequence_length: int
+    global_batch: int | None
+    precision: str
+    families: Collection[str]
+    settings: Mapping[str, Any]
+    losses: Collection[Loss]
+
+    @property
+    def batch(self) -> int:
+        """Sequences of one step."""
+        given = self.global_batch
+        return default_batch(self.cluster.gpus, self.sequence_length) if given is None else given
+
+    def layouts(self) -> Iterator[Plan]:
+        """The layouts of the families."""
+        gpus, offload = (self.cluster.gpus, self.cluster.gpus_per_node), self.cluster.accelerator.has_host
+        layout_sizes = (*gpus, self.sequence_length, self.batch, self.precision, offload)
+        every = layouts(self.model, *layout_sizes, self.settings, self.losses)
+        return (layout for layout in every if family(layout) in self.families)
+
+    def anything_fits(self) -> bool:
+        """Whether some layout fits at micro-batch 1 with recomputation."""
+        capacity, host = self.cluster.accelerator.memory, self.cluster.host_memory
+        recomputing = (replace(plan, checkpointing="full") for plan in self.layouts())
+        return any(memory.estimate(self.model, plan).fits(capacity, host) for plan in recomputing)
 
 
 def _of_what_there_is(held: Memory, cluster: Cluster) -> str:
@@ -245,72 +262,35 @@ def remedy(model: Model, cluster: Cluster, plan: Plan) -> str:
     return f"would need a GPU with {size / 2**30:,.0f} GiB; shard it instead"
 
 
-def smallest_change(
-    model: Model,
-    cluster: Cluster,
-    plan: Plan,
-    global_batch: int | None,
-    families: Collection[str] = FAMILIES,
-    settings: Mapping[str, Any] = NOTHING,
-    losses: Collection[Loss] = TRIED,
-) -> str:
-    """For a search that found nothing: what would let one layout in, as an option to give."""
-    hints = []
-    for factor in range(2, 65):
-        larger = hardware.cluster(
-            cluster.instance or cluster.accelerator.name,
-            cluster.gpus * factor,
-            memory_gb=cluster.accelerator.memory / 2**30,
-        )
-        if _anything_fits(
-            model, larger, plan.sequence_length, global_batch, plan.precision, families, settings, losses
-        ):
-            hints.append(f"--gpus {larger.gpus}")
-            break
-    capacities = sorted(
-        (chip for chip in accelerators().values() if chip.memory > cluster.accelerator.memory),
-        key=lambda chip: chip.memory,
+def _smallest_change(asked: _Asked) -> str:
+    """For a search that found nothing: what would let one layout in, as options to give."""
+    cluster, chip = asked.cluster, asked.cluster.accelerator
+    of_this_kind = partial(hardware.cluster, cluster.instance or chip.name, memory_gb=chip.memory / 2**30)
+    larger = sorted(
+        (other for other in accelerators().values() if other.memory > chip.memory), key=lambda other: other.memory
     )
-    for chip in capacities:
-        if _anything_fits(
-            model,
-            hardware.cluster(chip.name, cluster.gpus),
-            plan.sequence_length,
-            global_batch,
-            chip.half_precision(),
-            families,
-            settings,
-            losses,
-        ):
-            hints.append(f"--gpu {chip.name}")
-            break
-    shorter = plan.sequence_length // 2
-    while shorter >= 128:
-        if _anything_fits(model, cluster, shorter, global_batch, plan.precision, families, settings, losses):
-            hints.append(f"--sequence-length {shorter}")
-            break
-        shorter //= 2
+    shorter = [asked.sequence_length >> halvings for halvings in range(1, asked.sequence_length.bit_length())]
+    changes: list[Iterator[tuple[str, _Asked]]] = [
+        (
+            (f"--gpus {count}", replace(asked, cluster=of_this_kind(count)))
+            for count in range(2 * cluster.gpus, 64 * cluster.gpus + 1, cluster.gpus)
+        ),
+        (
+            (
+                f"--gpu {other.name}",
+                replace(asked, cluster=hardware.cluster(other.name, cluster.gpus), precision=other.half_precision()),
+            )
+            for other in larger
+        ),
+        (
+            (f"--sequence-length {length}", replace(asked, sequence_length=length))
+            for length in shorter
+            if length >= 128
+        ),
+    ]
+    found = (next((option for option, change in tried if change.anything_fits()), None) for tried in changes)
+    hints = [option for option in found if option]
     return "it fits with " + " or ".join(hints) if hints else "take a smaller model, or more GPUs of a larger kind"
-
-
-def _anything_fits(
-    model: Model,
-    cluster: Cluster,
-    sequence_length: int,
-    global_batch: int | None,
-    precision: str,
-    families: Collection[str],
-    settings: Mapping[str, Any],
-    losses: Collection[Loss],
-) -> bool:
-    """Whether some layout fits at micro-batch 1 with recomputation."""
-    batch = global_batch or default_batch(cluster.gpus, sequence_length)
-    return any(
-        memory.estimate(model, replace(plan, checkpointing="full")).fits(
-            cluster.accelerator.memory, cluster.host_memory
-        )
-        for plan in _layouts_of(families, model, cluster, sequence_length, batch, precision, settings, losses)
-    )
 
 
 def explain(result: Search) -> list[str]:
