@@ -25,6 +25,7 @@ MODULES = (
     "course_lib/commands/__init__.py",
     "course_lib/commands/plan.py",
     "course_lib/commands/plan_page.py",
+    "course_lib/commands/tables.py",
     "course_lib/planning/*.py",
     "course_lib/planning/catalogue/*.json",
     *(f"course_lib/grading/{name}.py" for name in ("__init__", "own_code", "report", "rules", "task")),

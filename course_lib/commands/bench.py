@@ -1,14 +1,15 @@
 """``course bench``: plans of benchmarks; ``course bench scaling``: a training against the number of processes."""
 
 import argparse
+import json
 from pathlib import Path
 
-from course_lib.commands import bench_plan
+from course_lib.commands import tables
 from course_lib.commands.options import add_config_options, as_options, config_from
 from course_lib.errors import ConfigError
 
 NAME = "bench"
-HELP = "generate a benchmark of a model and run what this machine can; or measure how a training scales"
+HELP = "generate a benchmark of a model; or measure how a training scales"
 
 SET_BY_SCALING = (
     "num_processes",
@@ -28,8 +29,8 @@ SET_BY_SCALING = (
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the options, and the sub-commands."""
-    bench_plan.add_options(parser)
-    parser.set_defaults(measure=bench_plan.run)
+    _add_options_of_plans(parser)
+    parser.set_defaults(measure=run_plan)
     benchmarks = parser.add_subparsers(metavar="BENCHMARK")
     scaling = benchmarks.add_parser(
         "scaling",
@@ -63,9 +64,51 @@ def register(parser: argparse.ArgumentParser) -> None:
     scaling.set_defaults(measure=run_scaling, options=[o for a in scaling._actions for o in a.option_strings])
 
 
+def _add_options_of_plans(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--list_models", action="store_true", help="list the bundled models")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        default=argparse.SUPPRESS,  # it is an option of the runs' too
+        help="write a benchmark plan for this model",
+    )
+    parser.add_argument(
+        "--hardware",
+        nargs="+",
+        default=["cuda"],
+        metavar="NAME",
+        help="cuda, rocm, cpu, or names of accelerators or SageMaker instances [cuda]",
+    )
+    parser.add_argument("--distributed", action="store_true", help="plan for 1, 2, 4 ... GPUs, not for one alone")
+    parser.add_argument("--max_gpus", type=int, default=8, metavar="N", help="the most GPUs [8]")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the plan there [print it]")
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the sub-command."""
     return args.measure(args)
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """List models, or generate a benchmark plan."""
+    from course_lib.planning import benchmark, models
+
+    if args.list_models:
+        for name in models.names():
+            print(f"{name}  {models.load(name).parameters / 1e6:,.0f}M")
+        return 0
+    if "model" not in args:
+        raise ConfigError("nothing to benchmark", "give --model NAME, --list-models, or `course bench scaling`")
+    document = benchmark.generate(args.model, args.hardware, distributed=args.distributed, max_gpus=args.max_gpus)
+    text = json.dumps(document, indent=2) + "\n"
+    if args.output:
+        from course_lib.writing import write_text
+
+        write_text(args.output, text)
+        print(f"wrote {len(document['runs'])} runs to {args.output}")
+    else:
+        print(text, end="")
+    return 0
 
 
 def run_scaling(args: argparse.Namespace) -> int:
@@ -99,7 +142,6 @@ def run_scaling(args: argparse.Namespace) -> int:
 def report(args: argparse.Namespace, table) -> str:
     """The points with what they were measured on, as JSON."""
     import datetime
-    import json
 
     from course_lib.system import machine
 
@@ -126,24 +168,13 @@ def report(args: argparse.Namespace, table) -> str:
 def show(table, kind: str) -> None:
     """The points, and whether the ranks had cores of their own."""
     from rich.console import Console
-    from rich.table import Table
     from torch import cuda
 
     from course_lib.system import machine
 
-    shown = Table(title=f"{kind} scaling")
-    for column in (
-        "processes",
-        "global batch",
-        "ms per step",
-        "samples/s",
-        "speed-up",
-        "efficiency",
-        "peak MiB per rank",
-    ):
-        shown.add_column(column, justify="right")
-    for row in table.itertuples():
-        shown.add_row(
+    heads = ("processes", "global batch", "ms per step", "samples/s", "speed-up", "efficiency", "peak MiB per rank")
+    rows = [
+        (
             str(row.processes),
             str(row.global_batch),
             f"{row.step_ms:.1f}",
@@ -152,7 +183,9 @@ def show(table, kind: str) -> None:
             f"{row.efficiency:.0%}",
             f"{row.peak_mib:,.0f}",
         )
-    Console().print(shown)
+        for row in table.itertuples()
+    ]
+    Console().print(tables.plain(heads, rows, title=f"{kind} scaling"))
     cores, most = machine.describe(hub_timeout=0.1).cores, max(table["processes"])
     if most > cores and not cuda.is_available():
         print(f"{most} processes shared {cores} cores: their efficiency says more of the cores than of the training")

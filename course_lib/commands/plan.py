@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from course_lib.commands import plan_page
+from course_lib.commands import plan_page, tables
 from course_lib.errors import ConfigError, nearest
+from course_lib.planning.plan import FAMILIES, LOSSES, OPTIMIZERS
 
 if TYPE_CHECKING:  # what --help need not load
-    from course_lib.planning.strategy import Search
+    from course_lib.planning.strategy import Candidate, NothingFits, Search
 
 NAME = "plan"
 RULE = """\
@@ -27,9 +28,6 @@ with copies over one node, two, four.
 """
 HELP = "plan a training: the layouts that fit on some GPUs, ranked, explained, with memory, hours and cost"
 
-FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
-OPTIMIZERS = ("adamw", "adamw-8bit", "adafactor", "muon", "sgd-momentum", "sgd")
-LOSSES = ("plain", "chunked", "linear")
 SUFFIX = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -71,12 +69,6 @@ def _add_model_and_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all [one node]")
     parser.add_argument("--gpu", required=True, metavar="NAME", help="A100-80, H100, T4 ..., or a SageMaker instance")
     parser.add_argument("--max_memory_gb", type=float, metavar="GIB", help="plan with no more memory per GPU than this")
-    parser.add_argument(
-        "--calibration",
-        type=Path,
-        metavar="FILE",
-        help="take the shares of peak that `course bench --run` measured, not the catalogue's",
-    )
     parser.add_argument(
         "--calibrate",
         type=Path,
@@ -154,12 +146,6 @@ def find(args: argparse.Namespace) -> "Search":
     cluster = hardware.cluster(args.gpu, args.gpus, memory_gb=args.max_memory_gb)
     if cluster.dollars_per_gpu_hour is None:  # as `course select` prices it
         cluster = replace(cluster, dollars_per_gpu_hour=hardware.lowest_price(args.gpu))
-    if args.calibration and args.calibrate:
-        raise ConfigError("--calibration and --calibrate both say what matmuls reach", "leave one of them out")
-    if args.calibration:
-        from course_lib.planning import benchmark
-
-        cluster = benchmark.calibrated(cluster, args.calibration)
     if args.calibrate:
         from course_lib.planning import from_run
 
@@ -185,8 +171,8 @@ VARIED = {"gpus": int, "gpu": str, "max_memory_gb": float, "global_batch": int, 
 """What --what-if can vary, and how a value is read."""
 
 
-def vary(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
-    """The option that ``--what_if`` varies, and the best plan for each of its values, or why none fits.
+def vary(args: argparse.Namespace) -> "tuple[str, list[tuple[Any, Candidate | NothingFits]]]":
+    """The option that ``--what_if`` varies, and for each of its values the best plan, or why none fits.
 
     Raises:
         ConfigError: no such option, no such value, or another option is out of range.
@@ -197,22 +183,33 @@ def vary(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
     name = name.strip().lstrip("-").replace("-", "_")
     if name not in VARIED or not listed:
         raise ConfigError(f"--what-if {args.what_if}", f"write OPTION=A,B,C with one of {', '.join(VARIED)}")
-    rows = []
+    found: list[tuple[Any, Candidate | NothingFits]] = []
     for text in listed.split(","):
         try:
             value = VARIED[name](text.strip())
         except ValueError:
             raise ConfigError(f"--what-if {name}: `{text}` is no number", "write it as --what-if gpus=8,16") from None
-        varied: dict[str, Any] = {name: value}
         try:
-            best = find(argparse.Namespace(**vars(args) | {name: value})).best
+            found.append((value, find(argparse.Namespace(**vars(args) | {name: value})).best))
         except NothingFits as why:
-            rows.append(varied | {"fits": False, "why": str(why)})
+            found.append((value, why))
+    return name, found
+
+
+def varied(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """:func:`vary` as JSON."""
+    from course_lib.planning.strategy import NothingFits
+
+    name, found = vary(args)
+    rows: list[dict[str, Any]] = []
+    for value, best in found:
+        if isinstance(best, NothingFits):
+            rows.append({name: value, "fits": False, "why": str(best)})
             continue
         time = {"hours": best.cost.hours(args.tokens), "dollars": best.cost.dollars(args.tokens)} if args.tokens else {}
         rows.append(
-            varied
-            | {
+            {
+                name: value,
                 "fits": True,
                 "strategy": best.plan.strategy,
                 "micro_batch": best.plan.micro_batch,
@@ -224,39 +221,33 @@ def vary(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
             }
             | time
         )
-    return name, rows
+    return rows
 
 
 def _vary(args: argparse.Namespace) -> int:
     """The best plan for each value of one option, in a table."""
-    import json
-
-    from rich.console import Console
-    from rich.table import Table
-
     if args.emit:
         raise ConfigError("--what-if finds several plans, and --emit writes one", "leave one of them out")
-    name, rows = vary(args)
     if args.json:
-        print(json.dumps(rows, indent=2))
+        import json
+
+        print(json.dumps(varied(args), indent=2))
         return 0
-    table = Table(box=None, pad_edge=False)
-    for head in (name.replace("_", " "), *plan_page.COLUMNS, *(("hours",) if args.tokens else ())):
-        table.add_column(head, justify="left" if head == "strategy" else "right")
-    for row in rows:
-        if row["fits"]:
-            cells = [
-                row["strategy"],
-                str(row["micro_batch"]),
-                str(row["accumulation"]),
-                f"{row['bytes'] / 2**30:.1f}",
-                f"{row['chance_that_it_fits']:.0%}",
-                f"{row['tokens_per_second']:,.0f}",
-                f"{row['mfu']:.1%}",
-                *([f"{row['hours']:,.1f}"] if args.tokens else []),
-            ]
-        else:
-            cells = ["does not fit: " + row["why"].rsplit(": ", 1)[1]]
-        table.add_row(str(row[name]), *cells)
-    Console().print(table)
+    from rich.console import Console
+
+    from course_lib.planning.strategy import NothingFits
+
+    name, found = vary(args)
+    rows = [
+        [
+            str(value),
+            *(
+                ["does not fit: " + str(best).rsplit(": ", 1)[1]]
+                if isinstance(best, NothingFits)
+                else plan_page.cells(best, args.tokens)
+            ),
+        ]
+        for value, best in found
+    ]
+    Console().print(tables.plain([name.replace("_", " "), *plan_page.columns(args.tokens)], rows, names=1))
     return 0

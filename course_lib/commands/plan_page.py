@@ -4,6 +4,8 @@ import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from course_lib.commands import tables
+
 if TYPE_CHECKING:  # what --help need not load
     from course_lib.planning.strategy import Candidate, Search
 
@@ -101,7 +103,7 @@ def show(result: "Search", budget: float | None, dataset: str) -> None:
     for line in command(result, budget, dataset, console.width):
         console.print(line, highlight=False, markup=False, soft_wrap=line.startswith(" "))
     console.print()
-    console.print(_table(result, budget))
+    console.print(tables.plain(columns(budget), [cells(candidate, budget) for candidate in result.best_of_each()]))
     console.print()
     _bar(console, result)
     for line in strategy.explain(result):
@@ -183,26 +185,24 @@ def broken(line: str, width: int) -> list[str]:
     return [f"{'  ' if i else ''}{part}{'' if i == len(lines) - 1 else ' ' + chr(92)}" for i, part in enumerate(lines)]
 
 
-def _table(result: "Search", budget: float | None) -> Any:
-    """The fastest layout of each family."""
-    from rich.table import Table
+def columns(budget: float | None) -> list[str]:
+    """Heads of the table of plans; hours where tokens are given."""
+    return [*COLUMNS, *(["hours"] if budget else [])]
 
-    table = Table(box=None, pad_edge=False)
-    for name in (*COLUMNS, *(("hours",) if budget else ())):
-        table.add_column(name, justify="left" if name == "strategy" else "right")
-    for candidate in result.best_of_each():
-        cost = candidate.cost
-        cells = [
-            candidate.plan.strategy,
-            str(candidate.plan.micro_batch),
-            str(candidate.plan.accumulation),
-            f"{candidate.memory.total / 2**30:.1f}",
-            f"{candidate.chance:.0%}",
-            f"{cost.tokens_per_second:,.0f}",
-            f"{cost.mfu:.1%}",
-        ]
-        table.add_row(*cells, *((f"{cost.hours(budget):,.1f}",) if budget else ()))
-    return table
+
+def cells(candidate: "Candidate", budget: float | None) -> list[str]:
+    """A plan's row under :func:`columns`."""
+    cost = candidate.cost
+    return [
+        candidate.plan.strategy,
+        str(candidate.plan.micro_batch),
+        str(candidate.plan.accumulation),
+        f"{candidate.memory.total / 2**30:.1f}",
+        f"{candidate.chance:.0%}",
+        f"{cost.tokens_per_second:,.0f}",
+        f"{cost.mfu:.1%}",
+        *([f"{cost.hours(budget):,.1f}"] if budget else []),
+    ]
 
 
 def bill(result: "Search", budget: float) -> str:

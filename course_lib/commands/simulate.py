@@ -1,12 +1,11 @@
 """``course simulate``: what one rank of a cluster of any size holds and sends, found in this process without a GPU."""
 
 import argparse
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what --help need not load
-    from rich.table import Table
+from course_lib.commands import tables
 
+if TYPE_CHECKING:  # what --help need not load
     from course_lib.planning.formula_check import Difference
     from course_lib.planning.simulate import Setting, Simulated
 
@@ -85,22 +84,22 @@ def _show(model: str, setting: "Setting", simulated: "Simulated", compared: "lis
     )
     sizes = (simulated.peak, simulated.at_peak, simulated.resident)
     kinds = [(kind, *(_gib(of_kind[kind]) for of_kind in sizes)) for kind in simulated.peak]
-    console.print(_table(("GiB by kind", "own peak", "at the peak", "after backward"), kinds))
+    console.print(tables.plain(("GiB by kind", "own peak", "at the peak", "after backward"), kinds))
     console.print()
     parts = _parts(simulated)
-    console.print(_table(("GiB by part, at the peak", "all", "states", "activations", "rest"), parts))
+    console.print(tables.plain(("GiB by part, at the peak", "all", "states", "activations", "rest"), parts))
     if smaller := len(simulated.modules) - len(parts):
         console.print(f"and {smaller} smaller; --json has all and the collectives in order")
     console.print()
     heads = ("collectives", "calls", "dtype", "ranks", "GiB", "GiB sent by this rank")
-    console.print(_table(heads, _collectives(simulated)))
+    console.print(tables.plain(heads, _collectives(simulated)))
     if compared:
         console.print()
         rows = [
             (row.kind, _gib(row.formula), _gib(row.simulated), f"{row.error:+.1%}" if row.simulated else "")
             for row in compared
         ]
-        console.print(_table(("GiB", "formula", "simulated", "error"), rows))
+        console.print(tables.plain(("GiB", "formula", "simulated", "error"), rows))
 
 
 def _parts(simulated: "Simulated") -> list[tuple[str, ...]]:
@@ -126,18 +125,6 @@ def _collectives(simulated: "Simulated") -> list[tuple[str, ...]]:
         (name, str(calls), dtype, f"{ranks:,}", _gib(size), _gib(sent))
         for (name, dtype, ranks), (calls, size, sent) in sums.items()
     ]
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
-    """A table of numbers behind a first column of names."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for place, head in enumerate(heads):
-        table.add_column(head, justify="right" if place else "left")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _gib(size: float) -> str:

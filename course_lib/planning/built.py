@@ -17,7 +17,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from course_lib.errors import ConfigError, ModelError, nearest
 from course_lib.parallel.blocks import blocks
-from course_lib.planning.models import Model
 
 NAMES = {
     "hidden": ("hidden_size", "d_model", "n_embd", "dim"),
@@ -34,14 +33,15 @@ NAMES = {
     "dropout": ("resid_pdrop", "residual_dropout", "hidden_dropout_prob", "hidden_dropout", "dropout", "dropout_rate"),
 }
 """What configs call a size; of several that one has, the first that is not 0 counts."""
+MATMUL = "layer_matmul"
 
 
-def counted(fields: Mapping[str, Any], name: str, head: bool) -> Model:
-    """Sizes and parameters, of blocks their average.
+def counted(fields: Mapping[str, Any], name: str, head: bool) -> dict[str, Any]:
+    """The fields of a :class:`course_lib.planning.models.Model` but its name.
 
     Args:
         fields: of a config.json.
-        name: what to call the model.
+        name: what to call the model in errors.
         head: with the layer that gives logits, where the architecture has such a class.
     Raises:
         ModelError: transformers does not build it of this config, or it has no like blocks or no vocabulary.
@@ -76,23 +76,25 @@ def counted(fields: Mapping[str, Any], name: str, head: bool) -> Model:
             f"({' '.join(str(error).split()) or type(error).__name__})",
             "give a config.json whose model transformers loads without code of its own",
         ) from error
-    return Model(
-        name,
-        family,
-        **_sizes(config.get_text_config()),
-        **_parameters(model, inside, config.get_text_config()),
-        gated=any("gate_" in part or "wi_1" in part for part, _ in inside[0].named_parameters()),
-        rms_norm=any("RMSNorm" in kind or kind.endswith("T5LayerNorm") for kind in _kinds(model)),
-        rotary=any("Rotary" in kind for kind in _kinds(model)),
-        causal=type(config) in transformers.AutoModelForCausalLM._model_mapping and not _is_masked(config),
-        has_head=has_head,
-        encoder_decoder=bool(config.is_encoder_decoder),
-    )
+    sizes, kinds = _sizes(config.get_text_config()), {type(module).__name__ for module in model.modules()}
+    return {
+        "family": family,
+        **sizes,
+        **_parameters(model, inside, sizes["experts_per_token"] / sizes["experts"], bool(config.is_encoder_decoder)),
+        "gated": any("gate_" in part or "wi_1" in part for part, _ in inside[0].named_parameters()),
+        "rms_norm": any("RMSNorm" in kind or kind.endswith("T5LayerNorm") for kind in kinds),
+        "rotary": any("Rotary" in kind for kind in kinds),
+        # encoders, which are trained to fill masks, have classes for the next token, too
+        "causal": _builds(transformers.AutoModelForCausalLM, config)
+        and not _builds(transformers.AutoModelForMaskedLM, config),
+        "has_head": has_head,
+        "encoder_decoder": bool(config.is_encoder_decoder),
+    }
 
 
-def _is_masked(config: Any) -> bool:
-    """Whether it is of an encoder, which is trained to fill masks; those have classes for the next token, too."""
-    return type(config) in transformers.AutoModelForMaskedLM._model_mapping
+def _builds(maker: Any, config: Any) -> bool:
+    """Whether transformers has such a class of the architecture."""
+    return type(config) in maker._model_mapping
 
 
 def _build(config: Any, head: bool) -> tuple[Any, bool]:
@@ -100,14 +102,9 @@ def _build(config: Any, head: bool) -> tuple[Any, bool]:
     if head:
         for kind in ("Seq2SeqLM",) if config.is_encoder_decoder else ("MaskedLM", "CausalLM"):
             maker = getattr(transformers, f"AutoModelFor{kind}")
-            if type(config) in maker._model_mapping:
+            if _builds(maker, config):
                 return maker.from_config(config), True
     return transformers.AutoModel.from_config(config), False
-
-
-def _kinds(model: nn.Module) -> set[str]:
-    """Class names of all modules."""
-    return {type(module).__name__ for module in model.modules()}
 
 
 def _size(config: Any, name: str, default: Any = None) -> Any:
@@ -135,23 +132,26 @@ def _sizes(config: Any) -> dict[str, Any]:
     }
 
 
-def _parameters(model: nn.Module, inside: list[nn.Module], config: Any) -> dict[str, int]:
-    """Parameters by where they are. A decoder's blocks have more than those of its encoder, which is ``extra``."""
-    sizes = _sizes(config)
-    counts = _of_blocks(inside, sizes["experts_per_token"] / sizes["experts"])
+def _parameters(model: nn.Module, inside: list[nn.Module], share: float, two_kinds: bool) -> dict[str, int]:
+    """Parameters by where they are.
+
+    Args:
+        model: on the meta device.
+        inside: its blocks.
+        share: of the experts those that a token is sent to.
+        two_kinds: blocks of an encoder and of a decoder, which have more: that is ``extra``, for an average is of none.
+    """
+    counts = _of_blocks(inside, share)
     layers, whole = len(inside), sum(counts, Counter[str]())
-    if config.is_encoder_decoder:
+    if two_kinds:
         average = {part: min(count[part] for count in counts) for part in whole}
     else:
         average = {part: round(total / layers) if part == MATMUL else total // layers for part, total in whole.items()}
     held = {part: average.get(part, 0) for part in ("attention", "mlp", "norms")}
     extra = sum(total - layers * held[part] for part, total in whole.items() if part != MATMUL)
-    multiplied = average[MATMUL] + (extra // layers if config.is_encoder_decoder else 0)
+    multiplied = average[MATMUL] + (extra // layers if two_kinds else 0)
     before, after = _outside(model, inside)
     return held | {"layers": layers, "embedding": before, "head": after, "extra": extra, MATMUL: multiplied}
-
-
-MATMUL = "layer_matmul"
 
 
 def _outside(model: nn.Module, inside: list[nn.Module]) -> tuple[int, int]:

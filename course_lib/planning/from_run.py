@@ -6,6 +6,7 @@ planner's count of it has no constant of the machine.
 """
 
 import json
+import math
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any
 from course_lib.config import Config
 from course_lib.config.files import load
 from course_lib.errors import ConfigError
-from course_lib.planning import benchmark, cost, memory, models
+from course_lib.planning import cost, memory, models
 from course_lib.planning.hardware import Cluster
+from course_lib.planning.models import Model
 from course_lib.planning.plan import Engine, Plan
 
 STEPS = 5
@@ -123,7 +125,7 @@ def calibrate(cluster: Cluster, run: Path) -> Calibrated:
     device = host_launch.device_here(chip.name)
     launch = host_launch.launch_seconds(device) if device else None
     there = replace(there, launch=launch or cluster.launch)
-    share = benchmark.matmul_share(model, plan, there, rate)
+    share = matmul_share(model, plan, there, rate)
     moved = replace(chip, matmul={**chip.matmul, plan.precision: share})
     held = max(summary.get("memory", {}).get("peak_bytes") or [0]) if summary["device"] != "cpu" else None
     return Calibrated(
@@ -138,6 +140,30 @@ def calibrate(cluster: Cluster, run: Path) -> Calibrated:
         (cluster.launch, launch),
         (memory.estimate(model, plan).total, held),
     )
+
+
+def matmul_share(model: Model, plan: Plan, cluster: Cluster, tokens_per_second: float) -> float:
+    """The share of peak at which the cost model gives a measured throughput of all ranks together.
+
+    Raises:
+        ConfigError: no share does: what the cost model counts beside the matmuls takes longer than was measured.
+    """
+
+    def predicted(share: float) -> float:
+        chip = replace(cluster.accelerator, matmul={**cluster.accelerator.matmul, plan.precision: share})
+        return cost.estimate(model, plan, replace(cluster, accelerator=chip)).tokens_per_second
+
+    low, high = 1e-6, 100.0  # of a peak that for CPUs is a guess
+    if not predicted(low) < tokens_per_second < predicted(high):
+        raise ConfigError(
+            f"{plan.strategy} on {plan.gpus} ranks: no share of {cluster.accelerator.name}'s peak gives "
+            f"{tokens_per_second:,.0f} tokens/s",
+            "leave this run out",
+        )
+    for _ in range(60):
+        share = math.sqrt(low * high)
+        low, high = (share, high) if predicted(share) < tokens_per_second else (low, share)
+    return low
 
 
 def measured(record: list[dict[str, Any]], run: Path) -> tuple[int, float, int]:

@@ -113,7 +113,7 @@ def from_config(config: Mapping[str, Any], name: str = "model", head: bool = Tru
     """
     from course_lib.planning import built  # here: it takes torch and transformers, seconds
 
-    return built.counted(config, name, head)
+    return Model(name, **built.counted(config, name, head))
 
 
 def bundled() -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """A plan: how a model is laid over GPUs, and how a step is run. What memory, cost and search all speak of."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from course_lib.errors import ConfigError
 
@@ -14,6 +14,9 @@ WHOLE = ("adafactor", "muon")
 """Optimizers whose update of an element needs its whole matrix."""
 Context = Literal["ring", "gather", "ulysses"]
 Loss = Literal["plain", "chunked", "linear"]
+LOSSES = get_args(Loss)
+FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
+"""Kinds of layouts that a search can be limited to: :func:`course_lib.planning.strategy.family`."""
 Head = Literal["parallel", "gathered"]
 COUNTS = (
     "sequence_length",

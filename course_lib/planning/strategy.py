@@ -18,9 +18,8 @@ from course_lib.planning.intervals import chance_that_it_fits
 from course_lib.planning.layouts import NOTHING, TRIED, default_batch, layouts, variants
 from course_lib.planning.memory import HOST_USABLE, RUNTIME, USABLE, Memory
 from course_lib.planning.models import Model
-from course_lib.planning.plan import Loss, Plan
+from course_lib.planning.plan import FAMILIES, Loss, Plan
 
-FAMILIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP", "3-D")
 LIKELY = 0.8
 """Chance to fit from which on a layout is proposed before all that are less likely to, however fast they are."""
 AT_LEAST = 0.5

@@ -9,7 +9,7 @@ import yaml
 from course_lib import cli
 from course_lib.config import build
 from course_lib.errors import ConfigError
-from course_lib.planning import benchmark, cost, from_run, hardware, host_launch, models
+from course_lib.planning import cost, from_run, hardware, host_launch, models
 from course_lib.planning.plan import Plan
 
 LENGTH = 512
@@ -76,7 +76,7 @@ def test_the_share_that_made_a_run_is_found_in_its_record(tmp_path, engine, stag
         head="gathered",
         sequence_parallel=False,
     )
-    slow = benchmark._with(cluster.accelerator, {"bf16": 0.3})
+    slow = hardware.replace(cluster.accelerator, matmul={"bf16": 0.3})
     rate = cost.estimate(model, plan, hardware.replace(cluster, accelerator=slow)).tokens_per_second
     taught = from_run.calibrate(hardware.cluster("H100", 64), run_of(tmp_path / "run", plan, "gpt2-xl", rate))
     assert taught.plan == plan and taught.steps == 5

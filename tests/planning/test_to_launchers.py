@@ -5,7 +5,6 @@ import subprocess
 from collections import Counter
 
 import pytest
-import yaml
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.commands.config.config_args import load_config_from_file
 from torch.distributed.fsdp import CPUOffloadPolicy
