@@ -157,7 +157,6 @@ NEEDS = {
     "sweep sweep.yaml": "train",
     "plan --model facebook/opt-6.7b --gpu H100 --emit files": "train",
     "grade . --out out": "grading",
-    "schedule --schedule 1f1b --ranks 2 --microbatches 4 --png of.png": "notebooks",
 }
 RUN_ALL = """
 import contextlib, io, json, shlex

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +10,7 @@ from course_lib.errors import ConfigError
 if TYPE_CHECKING:  # what --help need not load
     from fractions import Fraction
 
-    from matplotlib.figure import Figure
-
     from course_lib.parallel.pipeline.actions import Schedule
-    from course_lib.parallel.pipeline.fitted.search import ScheduleCandidate
     from course_lib.parallel.pipeline.simulation import Costs
 
 NAME = "schedule"
@@ -24,8 +20,6 @@ DRAWN = ("gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_h2", "interl
 FITTED = ("zb_auto", "zbv_auto", "v_half", "v_min")
 SIMULATED = 2_000_000
 """Actions beyond which no table is made: a step would take longer on paper than on the machine."""
-DRAWABLE = 10_000
-"""Actions beyond which no figure is drawn: blocks would be narrower than a pixel, and take minutes."""
 
 
 def number(text: str) -> "Fraction":
@@ -71,14 +65,11 @@ def register(parser: argparse.ArgumentParser) -> None:
     costs.add_argument("--bytes_w", type=number, metavar="X", help="of these, needed by the backward for weights [all]")
     costs.add_argument("--memory_limit", type=number, metavar="X", help="what a rank may hold, in the unit of --bytes")
     parser.add_argument("--json", action="store_true", help="print JSON instead")
-    out = parser.add_argument_group("files")
-    out.add_argument("--svg", metavar="FILE", help="write the time line as SVG (with --compare: bubbles and memory)")
-    out.add_argument("--png", metavar="FILE", help="write it as PNG")
-    out.add_argument("--csv", metavar="FILE", help="write the table: one row per rank, as torch's compute-only form")
+    parser.add_argument("--csv", metavar="FILE", help="write the table: one row per rank, as torch's compute-only form")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one schedule, or the comparison of all, and write what was asked for."""
+    """Print one schedule, or the comparison of all."""
     from course_lib.parallel.pipeline.simulation import Costs
 
     given = [name for name in ("schedule", "table", "compare") if getattr(args, name)]
@@ -109,9 +100,6 @@ def _show(args: argparse.Namespace, costs: "Costs") -> int:
     from course_lib.parallel.pipeline.validation import check
 
     schedule, stages = _table(args, costs)
-    actions = sum(map(len, schedule.rows))
-    if (args.svg or args.png) and actions > DRAWABLE:
-        raise ConfigError(f"a figure of {actions} actions", f"draw at most {DRAWABLE}: take fewer micro-batches")
     per_stage = stage_costs(costs, stages)
     in_flight = check(schedule)
     timeline = simulate(schedule, per_stage)
@@ -123,10 +111,6 @@ def _show(args: argparse.Namespace, costs: "Costs") -> int:
         schedule_report.show(Console(), timeline, per_stage, in_flight, args.memory_limit)
     if args.csv:
         csv_form.write(without_communication(schedule), args.csv)
-    if args.svg or args.png:
-        from course_lib.figures.timelines import gantt
-
-        _save(gantt({"": timeline}, schedule_report.finding(timeline)), args)
     return 0
 
 
@@ -162,34 +146,4 @@ def _compare(args: argparse.Namespace, costs: "Costs") -> int:
         print(json.dumps(schedule_report.candidates_json(candidates), indent=1))
     else:
         schedule_report.compare(Console(), candidates, args.memory_limit)
-    if args.svg or args.png:
-        _save(_comparison(candidates, args), args)
     return 0
-
-
-def _comparison(candidates: "Sequence[ScheduleCandidate]", args: argparse.Namespace) -> "Figure":
-    from course_lib.commands import schedule_report
-    from course_lib.figures.timelines import bubble_beside_memory
-
-    several = len(args.microbatches) > 1
-    points = {
-        f"{candidate.name} ({candidate.microbatches})" if several else candidate.name: candidate.timeline
-        for candidate in candidates
-        if candidate.timeline
-    }
-    return bubble_beside_memory(points, schedule_report.verdict(candidates), args.memory_limit)
-
-
-def _save(figure: "Figure", args: argparse.Namespace) -> None:
-    import matplotlib as mpl
-
-    repeatable = {"svg.hashsalt": "course", "svg.fonttype": "none"}
-    for kind, path in (("svg", args.svg), ("png", args.png)):
-        if path:
-            try:
-                with mpl.rc_context(repeatable):
-                    figure.savefig(path, format=kind, metadata={"Date": None} if kind == "svg" else None)
-            except OSError as error:
-                raise ConfigError(
-                    f"cannot write {path} ({error.strerror})", "name a file in a folder that exists"
-                ) from error

@@ -158,15 +158,6 @@ def _facts(
         yield "limit", f"{_plain(limit)}: " + (f"rank {over[0]} holds more" if over else "every rank fits")
 
 
-def finding(timeline: Timeline) -> str:
-    """One line for the figure's title."""
-    schedule = timeline.schedule
-    return (
-        f"{schedule.name}, {schedule.ranks} ranks, {schedule.microbatches} micro-batches: "
-        f"{float(timeline.bubble):.1%} idle, {_plain(max(timeline.peak_activations))} held at most"
-    )
-
-
 def verdict(candidates: Sequence[ScheduleCandidate]) -> str:
     """Best candidate, in one line."""
     best = candidates[0]

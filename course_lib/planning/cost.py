@@ -16,6 +16,8 @@ from course_lib.planning.models import Model
 from course_lib.planning.pipeline_ranks import distinct, pipeline_ranks
 from course_lib.planning.plan import Plan
 
+WAITING = ("recompute", "launch", "tensor", "pipeline", "bubble", "data", "optimizer")
+"""What a step spends beside computing, in the names of :class:`Cost`."""
 GRADIENT_SUM = 12
 """Bytes per parameter that the host moves to add an fp32 gradient to the one that it keeps: two read, one written."""
 
@@ -51,16 +53,7 @@ class Cost:
     @property
     def step(self) -> float:
         """Seconds of one step."""
-        return (
-            self.compute
-            + self.recompute
-            + self.launch
-            + self.tensor
-            + self.pipeline
-            + self.bubble
-            + self.data
-            + self.optimizer
-        )
+        return sum((getattr(self, name) for name in WAITING), start=self.compute)
 
     @property
     def tokens_per_second(self) -> float:

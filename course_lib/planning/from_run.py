@@ -29,6 +29,7 @@ LAYOUTS: dict[str, tuple[Engine, int]] = {
     "zero3": ("deepspeed", 3),
     "fsdp": ("fsdp", 3),
 }
+"""The planner's engine and ZeRO stage by the trainer's strategy."""
 
 
 @dataclass(frozen=True)

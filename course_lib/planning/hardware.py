@@ -175,35 +175,12 @@ def names() -> list[str]:
 def _resolve(name: str) -> str:
     """A catalogue name from the way people write it: ``a100-80gb``, ``NVIDIA H100 80GB HBM3``, ``4090``."""
     plain = name.lower().removeprefix("nvidia ").replace("geforce ", "").replace("_", "-").replace(" ", "-")
-    known = {key.lower(): key for key in names()}
-    aliases = {
-        "a100": "A100-80",
-        "a100-80gb": "A100-80",
-        "a100-sxm4-80gb": "A100-80",
-        "a100-40gb": "A100-40",
-        "a100-sxm4-40gb": "A100-40",
-        "h100-80gb": "H100",
-        "h100-80gb-hbm3": "H100",
-        "h100-80": "H100",
-        "h200-141gb": "H200",
-        "v100": "V100-32",
-        "v100-32gb": "V100-32",
-        "v100-16gb": "V100-16",
-        "tesla-t4": "T4",
-        "tesla-v100-sxm2-16gb": "V100-16",
-        "tesla-v100-sxm2-32gb": "V100-32",
-        "3090": "RTX-3090",
-        "4090": "RTX-4090",
-        "rtx3090": "RTX-3090",
-        "rtx4090": "RTX-4090",
-        "a10": "A10G",
-        "b300-sxm6-ac": "B300",
-    }
-    if plain in known or plain in aliases:
-        return known.get(plain) or aliases[plain]
+    known = {key.lower(): key for key in names()} | _catalogue()["also"]
+    if plain in known:
+        return known[plain]
     raise ConfigError(
         f"accelerator `{name}` is not in the catalogue",
-        nearest(plain, {**known, **aliases}) or "choose from " + ", ".join(accelerators()),
+        nearest(plain, known) or "choose from " + ", ".join(accelerators()),
     )
 
 

@@ -4,6 +4,7 @@ The face is the one that selection guides have: a model, some GPUs, sequences pe
 (:mod:`course_lib.planning.strategy`), among the layouts that DDP, FSDP and DeepSpeed carry out.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,30 +14,13 @@ from course_lib.planning.hardware import Cluster
 from course_lib.planning.models import Model
 from course_lib.planning.strategy import Search
 
-FAMILIES = {
-    "text_generation": (
-        "gpt2",
-        "opt",
-        "bloom",
-        "gpt_neox",
-        "falcon",
-        "llama",
-        "mistral",
-        "mixtral",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "phi3",
-        "gemma",
-        "gemma2",
-        "olmo2",
-        "olmoe",
-    ),
-    "text_embedding": ("bert", "distilbert", "roberta"),
-    "text_classification": ("bert", "distilbert", "roberta"),
-    "text_to_text": ("t5",),
+FAMILIES: dict[str, Callable[[Model], bool]] = {
+    "text_generation": lambda model: model.causal,
+    "text_embedding": lambda model: not model.causal and not model.encoder_decoder,
+    "text_to_text": lambda model: model.encoder_decoder,
+    "text_classification": lambda model: True,  # any architecture can be given a classification head
 }
-"""transformers' ``model_type`` by what a model is for; any architecture can be given a classification head."""
+"""Whether a model is of a family, by what it is for."""
 STRATEGIES = {"ddp": "DDP", "fsdp": "FSDP", "deepspeed": "DeepSpeed"}
 SEQUENCE_LENGTH = 512
 """Tokens of a fine-tuning example where none are given, or the architecture's limit where that is less."""
@@ -193,8 +177,8 @@ def _model(family: str, name: str) -> Model:
             nearest(family, FAMILIES) or "only text models are planned",
         )
     model = models.load(name)
-    if family != "text_classification" and model.family not in FAMILIES[family]:
-        right = next(known for known, types in FAMILIES.items() if model.family in types)
+    if not FAMILIES[family](model):
+        right = next(known for known, holds in FAMILIES.items() if holds(model))
         raise ConfigError(f"{model.name} is no {family} model", f"give model_family {right}")
     return model
 

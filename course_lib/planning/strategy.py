@@ -12,7 +12,7 @@ from typing import Any
 
 from course_lib.errors import ConfigError
 from course_lib.planning import cost, hardware, memory, to_launchers
-from course_lib.planning.cost import Cost
+from course_lib.planning.cost import WAITING, Cost
 from course_lib.planning.hardware import Cluster, accelerators
 from course_lib.planning.intervals import chance_that_it_fits
 from course_lib.planning.layouts import NOTHING, TRIED, default_batch, layouts, variants
@@ -24,8 +24,6 @@ LIKELY = 0.8
 """Chance to fit from which on a layout is proposed before all that are less likely to, however fast they are."""
 AT_LEAST = 0.5
 """Chance from which on a layout fits: that of a peak of :data:`course_lib.planning.memory.USABLE`."""
-WAITING = ("recompute", "launch", "tensor", "pipeline", "bubble", "data", "optimizer")
-"""What a step spends beside computing, in the names of :class:`Cost`."""
 
 
 class NothingFits(ConfigError):

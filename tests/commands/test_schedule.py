@@ -6,12 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from matplotlib.image import imread
 
 from course_lib.cli import main
 from course_lib.commands import schedule, schedule_report
 from course_lib.parallel.pipeline import csv_form
-from course_lib.parallel.pipeline.fitted.search import FITTED, search
+from course_lib.parallel.pipeline.fitted.search import FITTED
 from course_lib.parallel.pipeline.schedules import KINDS, make
 from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.validation import check
@@ -78,18 +77,6 @@ def test_costs_are_exact_and_for_all_the_stages_of_a_rank(course):
     assert "2.85 from the first start" in out and "(3/19)" in out and "16.5, 13.5, 10.5, 7.5 by rank" in out
     _, out, _ = course("--schedule zb_h2 --ranks 4 --microbatches 8 --cost-comm 0.5")
     assert "between a rank's own first and last action" in out and "a rank waits" not in out
-
-
-def test_figures_are_written_and_svgs_repeat(course, tmp_path):
-    line = f"--schedule zbv --ranks 3 --microbatches 6 --svg {tmp_path}/a.svg --png {tmp_path}/a.png"
-    assert course(line)[0] == 0
-    first = (tmp_path / "a.svg").read_text()
-    assert "zbv, 3 ranks, 6 micro-batches: 5.3% idle, 3 held at most" in first and "backward-weight" in first
-    assert imread(tmp_path / "a.png").shape[1] == 792
-    assert course(line)[0] == 0 and (tmp_path / "a.svg").read_text() == first
-    assert course(f"--compare --ranks 3 --microbatches 6 --memory-limit 2 --svg {tmp_path}/b.svg")[0] == 0
-    best = search(3, [6], Costs(), 2)[0]
-    assert f"Best of those that fit: {best.name} with 6" in (tmp_path / "b.svg").read_text() and not best.problem
 
 
 def test_compare_ranks_what_fits_and_says_why_the_rest_does_not(course):
@@ -179,8 +166,6 @@ def test_large_tables_are_counted_rather_than_printed(course, monkeypatch):
         ),
         ("--schedule zb_auto --ranks 4 --microbatches 8 --memory-limit 1/2", "rank 0 cannot hold another activation"),
         ("--schedule 1f1b --ranks 40000 --microbatches 40000", "a table of up to 9600000000 actions: take fewer"),
-        ("--schedule 1f1b --ranks 32 --microbatches 200 --png x.png", "a figure of 12800 actions: draw at most 10000"),
-        ("--schedule 1f1b --ranks 2 --microbatches 2 --png /no/such/x.png", "cannot write /no/such/x.png"),
         ("--schedule 1f1b --ranks 2 --microbatches 2 --csv /no/such/x.csv", "cannot write /no/such/x.csv"),
         (
             "--compare --ranks 2 --microbatches 2 --csv x.csv",

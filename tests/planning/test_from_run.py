@@ -153,3 +153,8 @@ def test_what_is_no_use_is_one_line(tmp_path, wrong, says):
         run_of(folder, Plan(LENGTH, "ddp", data=2, micro_batch=4), "gpt2-xl", 1000.0, **wrong)
     with pytest.raises(ConfigError, match=says):
         from_run.calibrate(hardware.cluster("H100", 8), folder)
+
+
+def test_a_throughput_beyond_the_model_is_refused():
+    with pytest.raises(ConfigError, match="no share"):
+        from_run.matmul_share(models.load("gpt2"), Plan(128, precision="fp32"), hardware.cluster("CPU", 1), 1e15)

@@ -16,17 +16,10 @@ from course_lib.errors import ConfigError, nearest
 from course_lib.lessons.planning.lab import known_errors
 from course_lib.parallel.blocks import blocks
 from course_lib.planning import cost, hardware, memory, models, strategy, to_launchers
-from course_lib.planning.plan import Engine, Plan
+from course_lib.planning.from_run import LAYOUTS
+from course_lib.planning.plan import Plan
 from course_lib.training.baselines import class_shares_loss, majority_class
 
-LAYOUTS: dict[str, tuple[Engine, int]] = {
-    "ddp": ("ddp", 0),
-    "zero1": ("deepspeed", 1),
-    "zero2": ("deepspeed", 2),
-    "zero3": ("deepspeed", 3),
-    "fsdp": ("fsdp", 3),
-}
-"""The planner's engine and ZeRO stage by the trainer's strategy."""
 TRAINING_ROWS = 1000
 """Of a language model's training split, whose tokens are counted."""
 LEAST_STEPS = 5
