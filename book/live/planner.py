@@ -71,7 +71,7 @@ def varied(asked: str, what: str) -> str:
         what: ``gpus=16``.
     """
     try:
-        return json.dumps(plan.varied(_options(json.loads(asked) | {"what_if": what})))
+        return json.dumps(plan.vary(_options(json.loads(asked) | {"what_if": what}))[1])
     except CourseError as error:
         return json.dumps({"error": str(error)})
 

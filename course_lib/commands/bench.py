@@ -58,7 +58,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("runs/scaling"),
         metavar="FOLDER",
-        help="for scaling.csv, scaling.json, scaling.png and the runs [runs/scaling]",
+        help="for scaling.csv, scaling.png and the runs [runs/scaling]",
     )
     add_config_options(scaling, ("data", "model", "optim", "parallel", "pipeline", "run"), without=SET_BY_SCALING)
     scaling.set_defaults(measure=run_scaling, options=[o for a in scaling._actions for o in a.option_strings])
@@ -132,37 +132,10 @@ def run_scaling(args: argparse.Namespace) -> int:
     points = scaling.study(as_options(args), counts, args.out, steps=args.steps, strong=args.scaling == "strong")
     table = scaling.frame(points)
     write_text(args.out / "scaling.csv", table.to_csv(index=False))
-    write_text(args.out / "scaling.json", report(args, table))
     figure_of(table).savefig(args.out / "scaling.png")
     show(table, args.scaling)
     print(f"table and figure: {args.out / 'scaling.csv'}, {args.out / 'scaling.png'}")
     return 0
-
-
-def report(args: argparse.Namespace, table) -> str:
-    """The points with what they were measured on, as JSON."""
-    import datetime
-
-    from course_lib.system import machine
-
-    here = machine.describe(hub_timeout=0.1)
-    return (
-        json.dumps(
-            {
-                "date": str(datetime.date.today()),
-                "cpu": here.cpu,
-                "cores": here.cores,
-                "gpus": [gpu.name for gpu in here.gpus],
-                "versions": here.engines,
-                "scaling": args.scaling,
-                "steps": args.steps,
-                "options": as_options(args),
-                "points": table.to_dict(orient="records"),
-            },
-            indent=1,
-        )
-        + "\n"
-    )
 
 
 def show(table, kind: str) -> None:

@@ -12,7 +12,7 @@ from course_lib.errors import ConfigError, nearest
 from course_lib.planning.plan import FAMILIES, LOSSES, OPTIMIZERS
 
 if TYPE_CHECKING:  # what --help need not load
-    from course_lib.planning.strategy import Candidate, NothingFits, Search
+    from course_lib.planning.strategy import Search
 
 NAME = "plan"
 RULE = """\
@@ -171,8 +171,8 @@ VARIED = {"gpus": int, "gpu": str, "max_memory_gb": float, "global_batch": int, 
 """What --what-if can vary, and how a value is read."""
 
 
-def vary(args: argparse.Namespace) -> "tuple[str, list[tuple[Any, Candidate | NothingFits]]]":
-    """The option that ``--what_if`` varies, and for each of its values the best plan, or why none fits.
+def vary(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    """The option that ``--what_if`` varies, and the best plan for each of its values, or why none fits.
 
     Raises:
         ConfigError: no such option, no such value, or another option is out of range.
@@ -183,71 +183,35 @@ def vary(args: argparse.Namespace) -> "tuple[str, list[tuple[Any, Candidate | No
     name = name.strip().lstrip("-").replace("-", "_")
     if name not in VARIED or not listed:
         raise ConfigError(f"--what-if {args.what_if}", f"write OPTION=A,B,C with one of {', '.join(VARIED)}")
-    found: list[tuple[Any, Candidate | NothingFits]] = []
+    rows = []
     for text in listed.split(","):
         try:
             value = VARIED[name](text.strip())
         except ValueError:
             raise ConfigError(f"--what-if {name}: `{text}` is no number", "write it as --what-if gpus=8,16") from None
+        varied: dict[str, Any] = {name: value}
         try:
-            found.append((value, find(argparse.Namespace(**vars(args) | {name: value})).best))
+            best = find(argparse.Namespace(**vars(args) | varied)).best
         except NothingFits as why:
-            found.append((value, why))
-    return name, found
-
-
-def varied(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """:func:`vary` as JSON."""
-    from course_lib.planning.strategy import NothingFits
-
-    name, found = vary(args)
-    rows: list[dict[str, Any]] = []
-    for value, best in found:
-        if isinstance(best, NothingFits):
-            rows.append({name: value, "fits": False, "why": str(best)})
-            continue
-        time = {"hours": best.cost.hours(args.tokens), "dollars": best.cost.dollars(args.tokens)} if args.tokens else {}
-        rows.append(
-            {
-                name: value,
-                "fits": True,
-                "strategy": best.plan.strategy,
-                "micro_batch": best.plan.micro_batch,
-                "accumulation": best.plan.accumulation,
-                "bytes": best.memory.total,
-                "chance_that_it_fits": best.chance,
-                "tokens_per_second": best.cost.tokens_per_second,
-                "mfu": best.cost.mfu,
-            }
-            | time
-        )
-    return rows
+            rows.append(varied | {"fits": False, "why": str(why)})
+        else:
+            rows.append(varied | {"fits": True} | plan_page.row(best, args.tokens))
+    return name, rows
 
 
 def _vary(args: argparse.Namespace) -> int:
     """The best plan for each value of one option, in a table."""
     if args.emit:
         raise ConfigError("--what-if finds several plans, and --emit writes one", "leave one of them out")
+    name, rows = vary(args)
     if args.json:
         import json
 
-        print(json.dumps(varied(args), indent=2))
+        print(json.dumps(rows, indent=2))
         return 0
     from rich.console import Console
 
-    from course_lib.planning.strategy import NothingFits
-
-    name, found = vary(args)
-    rows = [
-        [
-            str(value),
-            *(
-                ["does not fit: " + str(best).rsplit(": ", 1)[1]]
-                if isinstance(best, NothingFits)
-                else plan_page.cells(best, args.tokens)
-            ),
-        ]
-        for value, best in found
-    ]
-    Console().print(tables.plain([name.replace("_", " "), *plan_page.columns(args.tokens)], rows, names=1))
+    told = (plan_page.cells(row) if row["fits"] else ["does not fit: " + row["why"].rsplit(": ", 1)[1]] for row in rows)
+    lines = [[str(row[name]), *cells] for row, cells in zip(rows, told, strict=True)]
+    Console().print(tables.plain([name.replace("_", " "), *plan_page.columns(args.tokens)], lines, names=1))
     return 0

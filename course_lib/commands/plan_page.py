@@ -1,6 +1,7 @@
 """The page of ``course plan``: the answer in a sentence, the command that starts it, tables, and all of it as JSON."""
 
 import shlex
+import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +104,8 @@ def show(result: "Search", budget: float | None, dataset: str) -> None:
     for line in command(result, budget, dataset, console.width):
         console.print(line, highlight=False, markup=False, soft_wrap=line.startswith(" "))
     console.print()
-    console.print(tables.plain(columns(budget), [cells(candidate, budget) for candidate in result.best_of_each()]))
+    rows = [cells(row(candidate, budget)) for candidate in result.best_of_each()]
+    console.print(tables.plain(columns(budget), rows))
     console.print()
     _bar(console, result)
     for line in strategy.explain(result):
@@ -176,13 +178,11 @@ def broken(line: str, width: int) -> list[str]:
             options[-1] += f" {word}"
         else:
             options.append(word)
-    lines = [""]
-    for option in options:
-        if lines[-1] and len(f"{lines[-1]} {option} \\") > width - (2 if len(lines) > 1 else 0):
-            lines.append(option)
-        else:
-            lines[-1] = f"{lines[-1]} {option}".strip()
-    return [f"{'  ' if i else ''}{part}{'' if i == len(lines) - 1 else ' ' + chr(92)}" for i, part in enumerate(lines)]
+    together = " ".join(option.replace(" ", "\0") for option in options)
+    *lines, last = textwrap.wrap(
+        together, width - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return [part.replace("\0", " ") for part in (*(f"{part} \\" for part in lines), last)]
 
 
 def columns(budget: float | None) -> list[str]:
@@ -190,18 +190,31 @@ def columns(budget: float | None) -> list[str]:
     return [*COLUMNS, *(["hours"] if budget else [])]
 
 
-def cells(candidate: "Candidate", budget: float | None) -> list[str]:
-    """A plan's row under :func:`columns`."""
+def row(candidate: "Candidate", budget: float | None) -> dict[str, Any]:
+    """A plan's row under :func:`columns`, as JSON."""
     cost = candidate.cost
+    return {
+        "strategy": candidate.plan.strategy,
+        "micro_batch": candidate.plan.micro_batch,
+        "accumulation": candidate.plan.accumulation,
+        "bytes": candidate.memory.total,
+        "chance_that_it_fits": candidate.chance,
+        "tokens_per_second": cost.tokens_per_second,
+        "mfu": cost.mfu,
+    } | ({"hours": cost.hours(budget), "dollars": cost.dollars(budget)} if budget else {})
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """The text of a :func:`row`."""
     return [
-        candidate.plan.strategy,
-        str(candidate.plan.micro_batch),
-        str(candidate.plan.accumulation),
-        f"{candidate.memory.total / 2**30:.1f}",
-        f"{candidate.chance:.0%}",
-        f"{cost.tokens_per_second:,.0f}",
-        f"{cost.mfu:.1%}",
-        *([f"{cost.hours(budget):,.1f}"] if budget else []),
+        row["strategy"],
+        str(row["micro_batch"]),
+        str(row["accumulation"]),
+        f"{row['bytes'] / 2**30:.1f}",
+        f"{row['chance_that_it_fits']:.0%}",
+        f"{row['tokens_per_second']:,.0f}",
+        f"{row['mfu']:.1%}",
+        *([f"{row['hours']:,.1f}"] if "hours" in row else []),
     ]
 
 

@@ -32,7 +32,7 @@ def of_block(
         sequence_parallel: norms, residuals and masks are split over them too.
         checkpointing: "selective" keeps no attention scores, "full" only the block's input, "operators" that, what
             attention gave and the matmuls that :func:`course_lib.planning.work.second_matmuls` leaves; "alternate"
-            is the mean of nothing and "full".
+            is no block's own.
         flash: fused attention: the scores are never kept, but one sum per row and head.
         fused: False: in plain PyTorch operations an RMS norm also keeps its input in fp32 and its result before the
             weight, and a GELU that is written out keeps three steps on the way.
@@ -45,23 +45,6 @@ def of_block(
     h, tokens, between = model.hidden, micro_batch * sequence_length, 4 if autocast else width
     if checkpointing == "full":
         return between * h * tokens / (tensor if sequence_parallel else 1)
-    if checkpointing == "alternate":
-        none, full = (
-            of_block(
-                model,
-                micro_batch,
-                sequence_length,
-                tensor=tensor,
-                flash=flash,
-                fused=fused,
-                sequence_parallel=sequence_parallel,
-                checkpointing=kept,
-                width=width,
-                autocast=autocast,
-            )
-            for kept in ("none", "full")
-        )
-        return (none + full) / 2
     queries, keys = model.attention_width, model.kv_heads * model.head_dim
     inside = model.ffn * model.experts_per_token
     if checkpointing == "operators":

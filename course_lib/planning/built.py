@@ -33,7 +33,7 @@ NAMES = {
     "dropout": ("resid_pdrop", "residual_dropout", "hidden_dropout_prob", "hidden_dropout", "dropout", "dropout_rate"),
 }
 """What configs call a size; of several that one has, the first that is not 0 counts."""
-MATMUL = "layer_matmul"
+PARTS = ("attention", "mlp", "norms")
 
 
 def counted(fields: Mapping[str, Any], name: str, head: bool) -> dict[str, Any]:
@@ -141,17 +141,14 @@ def _parameters(model: nn.Module, inside: list[nn.Module], share: float, two_kin
         share: of the experts those that a token is sent to.
         two_kinds: blocks of an encoder and of a decoder, which have more: that is ``extra``, for an average is of none.
     """
-    counts = _of_blocks(inside, share)
+    counts, matmuls = _of_blocks(inside, share)
     layers, whole = len(inside), sum(counts, Counter[str]())
-    if two_kinds:
-        average = {part: min(count[part] for count in counts) for part in whole}
-    else:
-        average = {part: round(total / layers) if part == MATMUL else total // layers for part, total in whole.items()}
-    held = {part: average.get(part, 0) for part in ("attention", "mlp", "norms")}
-    extra = sum(total - layers * held[part] for part, total in whole.items() if part != MATMUL)
-    multiplied = average[MATMUL] + (extra // layers if two_kinds else 0)
+    held = {part: min(count[part] for count in counts) if two_kinds else whole[part] // layers for part in PARTS}
+    extra = whole.total() - layers * sum(held.values())
+    multiplied = round(min(matmuls)) + extra // layers if two_kinds else round(sum(matmuls) / layers)
     before, after = _outside(model, inside)
-    return held | {"layers": layers, "embedding": before, "head": after, "extra": extra, MATMUL: multiplied}
+    outside = {"embedding": before, "head": after}
+    return held | outside | {"layers": layers, "extra": extra, "layer_matmul": multiplied}
 
 
 def _outside(model: nn.Module, inside: list[nn.Module]) -> tuple[int, int]:
@@ -168,11 +165,11 @@ def _outside(model: nn.Module, inside: list[nn.Module]) -> tuple[int, int]:
     return before, after
 
 
-def _of_blocks(inside: list[nn.Module], share: float) -> list[Counter[str]]:
+def _of_blocks(inside: list[nn.Module], share: float) -> tuple[list[Counter[str]], list[float]]:
     """Each block's parameters by part, and the weights a token is multiplied with: of routed experts a share."""
-    counts, seen = [], set[nn.Parameter]()
+    counts, matmuls, seen = [], [], set[nn.Parameter]()
     for block in inside:
-        count = Counter[str]()
+        count, multiplied = Counter[str](), 0.0
         for name, parameter in block.named_parameters():
             if parameter in seen:
                 continue  # what blocks share counts once
@@ -180,9 +177,10 @@ def _of_blocks(inside: list[nn.Module], share: float) -> list[Counter[str]]:
             count[_part_of(name)] += parameter.numel()
             if parameter.ndim >= 2 and not name.endswith("bias"):
                 routed = "expert" in name and "shared" not in name
-                count[MATMUL] += parameter.numel() * (share if routed else 1)
+                multiplied += parameter.numel() * (share if routed else 1)
         counts.append(count)
-    return counts
+        matmuls.append(multiplied)
+    return counts, matmuls
 
 
 def _part_of(name: str) -> str:

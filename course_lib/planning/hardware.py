@@ -142,27 +142,25 @@ def _catalogue() -> dict[str, Any]:
     return catalogue_files.read("hardware")
 
 
+OWN_FORM = ("memory_mib", "matmul", "attention")
+"""Figures of the catalogue that are no fields of :class:`Accelerator` as they stand."""
+
+
 @functools.cache
 def accelerators() -> dict[str, Accelerator]:
     """The catalogue, by name."""
     known = {}
-    for name, row in _catalogue()["accelerators"].items():
-        peak, shares = row["peak"], row.get("matmul", {})
+    for name, figures in _catalogue()["accelerators"].items():
+        peak, shares = figures["peak"], figures.get("matmul", {})
         half = next(peak[dtype] for dtype in ("bf16", "fp16", "fp32") if dtype in peak)
-        forward, backward = row.get("attention", (ATTENTION_SHARE[0] * half, ATTENTION_SHARE[1] * half))
+        guessed = {"bus": figures["link"] * LINK_EFFICIENCY, "latency": LINK_LATENCY}
+        forward, backward = figures.get("attention", [share * half for share in ATTENTION_SHARE])
         known[name] = Accelerator(
-            name,
-            row["memory_mib"] * 2**20,
-            row["bandwidth"],
-            peak,
-            row["link"],
-            row.get("bus", row["link"] * LINK_EFFICIENCY),
-            row.get("latency", LINK_LATENCY),
-            row["pcie"],
-            {dtype: shares.get(dtype, MATMUL_SHARE) for dtype in peak},
-            (forward, backward),
-            row["year"],
-            row["source"],
+            name=name,
+            memory=figures["memory_mib"] * 2**20,
+            matmul={dtype: shares.get(dtype, MATMUL_SHARE) for dtype in peak},
+            attention=(forward, backward),
+            **{key: value for key, value in (guessed | figures).items() if key not in OWN_FORM},
         )
     return known
 

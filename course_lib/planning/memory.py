@@ -184,11 +184,13 @@ class _RankMemory:
     # --- activations ---
 
     def _of_block(self, checkpointing: Checkpointing) -> float:
-        """Bytes that a block keeps of one micro-batch, and the copies of its key heads."""
+        """Bytes that an average block keeps of one micro-batch, and the copies of its key heads."""
         model, plan = self.model, self.plan
+        if checkpointing == "alternate":
+            return (self._of_block("none") + self._of_block("full")) / 2
         copies = activations.key_copies(model, plan) - 1
         copied = copies * 2 * model.kv_heads * model.head_dim * self.width / self.tensor
-        more = {"full": 0.0, "alternate": 0.5}.get(checkpointing, 1.0) * self.tokens * copied
+        more = 0.0 if checkpointing == "full" else self.tokens * copied
         return more + activations.of_block(
             model,
             plan.micro_batch,

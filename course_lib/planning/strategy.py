@@ -285,8 +285,8 @@ def _smallest_change(asked: _Asked) -> str:
             if length >= 128
         ),
     ]
-    found = (next((option for option, change in tried if change.anything_fits()), None) for tried in changes)
-    hints = [option for option in found if option]
+    options = (next((option for option, change in tried if change.anything_fits()), None) for tried in changes)
+    hints = [option for option in options if option]
     return "it fits with " + " or ".join(hints) if hints else "take a smaller model, or more GPUs of a larger kind"
 
 
