@@ -19,7 +19,6 @@ def generate(
     *,
     distributed: bool = False,
     max_gpus: int = 8,
-    sequence_length: int | None = None,
 ) -> dict[str, Any]:
     """A benchmark plan: for each accelerator and number of GPUs the fastest layout of each family.
 
@@ -28,7 +27,6 @@ def generate(
         accelerators: names of the catalogue, or cuda, rocm and cpu for a usual one.
         distributed: 1, 2, 4 ... and ``max_gpus`` GPUs; False: one.
         max_gpus: the most GPUs.
-        sequence_length: tokens; by default what the model takes, at most 2048.
 
     Returns:
         ``model``, ``parameters``, ``sequence_length``, ``runs`` and ``left_out``. A run has accelerator, gpus,
@@ -41,7 +39,7 @@ def generate(
     if max_gpus < 1:
         raise ConfigError(f"--max-gpus {max_gpus}", "give at least 1")
     known = models.load(model)
-    length = sequence_length or min(2048, known.context or 2048)
+    length = min(2048, known.context or 2048)
     counts = [1]
     while distributed and counts[-1] < max_gpus:
         counts.append(min(2 * counts[-1], max_gpus))

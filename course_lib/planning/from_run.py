@@ -159,7 +159,7 @@ def matmul_share(model: Model, plan: Plan, cluster: Cluster, tokens_per_second: 
         raise ConfigError(
             f"{plan.strategy} on {plan.gpus} ranks: no share of {cluster.accelerator.name}'s peak gives "
             f"{tokens_per_second:,.0f} tokens/s",
-            "leave this run out",
+            "give another run",
         )
     for _ in range(60):
         share = math.sqrt(low * high)

@@ -20,7 +20,7 @@ import copy
 import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 Strategy = Literal["ddp", "zero2", "zero3", "fsdp", "hsdp", "tp"]
-STRATEGIES: tuple[Strategy, ...] = ("ddp", "zero2", "zero3", "fsdp", "hsdp", "tp")
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 """zero2 is FSDP2 that keeps a block gathered from its forward to its backward; zero3 and fsdp are one."""
 
 

@@ -11,8 +11,10 @@ from course_lib.planning.strategy import Candidate
 SIZES = ("gpt2", "gpt2-xl", "facebook/opt-2.7b", "llama-7b", "facebook/opt-13b", "facebook/opt-30b", "llama-2-70b")
 """From a tenth of a billion to seventy billion parameters."""
 GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64)
-
-
+LENGTH = 1024
+"""Tokens of a sequence."""
+BATCH_PER_GPU = 4
+"""Sequences of a step for each GPU, whatever the layout."""
 TIE = 0.03
 """A layout that is slower than the fastest by at most this share ties with it: the planner cannot tell them apart."""
 SIMPLEST_FIRST = ("DDP", "FSDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "3-D")
@@ -56,9 +58,6 @@ def survey(
     gpu: str,
     names: Sequence[str] = SIZES,
     counts: Sequence[int] = GPU_COUNTS,
-    *,
-    sequence_length: int = 1024,
-    batch_per_gpu: int = 4,
     families: Sequence[str] = strategy.FAMILIES,
 ) -> list[list[Place]]:
     """The best layout of every model on every number of GPUs.
@@ -67,19 +66,14 @@ def survey(
         gpu: an accelerator or SageMaker instance.
         names: models, a row each.
         counts: numbers of GPUs, a column each.
-        sequence_length: tokens.
-        batch_per_gpu: sequences of a step for each GPU, whatever the layout.
         families: of ``strategy.FAMILIES``, those to look at.
     """
-    return [
-        [_place(model, gpu, count, sequence_length, batch_per_gpu, families) for count in counts]
-        for model in map(models.load, names)
-    ]
+    return [[_place(model, gpu, count, families) for count in counts] for model in map(models.load, names)]
 
 
-def _place(model: Model, gpu: str, count: int, length: int, batch: int, families: Sequence[str]) -> Place:
+def _place(model: Model, gpu: str, count: int, families: Sequence[str]) -> Place:
     try:
-        result = strategy.search(model, hardware.cluster(gpu, count), length, batch * count, families=families)
+        result = strategy.search(model, hardware.cluster(gpu, count), LENGTH, BATCH_PER_GPU * count, families=families)
     except strategy.NothingFits as why:
         return Place(model, count, (), why.instead)
     enough = (1 - TIE) * result.best.cost.tokens_per_second
@@ -140,20 +134,14 @@ class Disagreement:
     because: str
 
 
-def disagreements(
-    places: Sequence[Sequence[Place]], gpu: str, *, sequence_length: int = 1024, batch_per_gpu: int = 4
-) -> list[Disagreement]:
-    """Hold a survey against :func:`rule_of_thumb`; the arguments are the survey's."""
+def disagreements(places: Sequence[Sequence[Place]], gpu: str) -> list[Disagreement]:
+    """Hold a survey of a GPU against :func:`rule_of_thumb`."""
     cases = []
     for place in (cell for row in places for cell in row):
         rule = rule_of_thumb(place.model.parameters, place.gpus)
         if follows(place, rule):
             continue
-        own = (
-            place.best
-            if rule == "offload"
-            else _place(place.model, gpu, place.gpus, sequence_length, batch_per_gpu, (rule,)).best
-        )
+        own = place.best if rule == "offload" else _place(place.model, gpu, place.gpus, (rule,)).best
         if place.best is None:
             because = "nothing fits"
         elif rule == "offload":
