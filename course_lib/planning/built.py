@@ -58,7 +58,7 @@ def counted(fields: Mapping[str, Any], name: str, head: bool) -> dict[str, Any]:
             model, has_head = _build(config, head)
         model.tie_weights()
         inside = list(blocks(model).values())
-        config.get_text_config().vocab_size  # noqa: B018  others than models of text have none
+        sizes = _sizes(config.get_text_config())
     except (
         ConfigError,
         ValueError,
@@ -76,7 +76,7 @@ def counted(fields: Mapping[str, Any], name: str, head: bool) -> dict[str, Any]:
             f"({' '.join(str(error).split()) or type(error).__name__})",
             "give a config.json whose model transformers loads without code of its own",
         ) from error
-    sizes, kinds = _sizes(config.get_text_config()), {type(module).__name__ for module in model.modules()}
+    kinds = {type(module).__name__ for module in model.modules()}
     return {
         "family": family,
         **sizes,
@@ -112,7 +112,7 @@ def _size(config: Any, name: str, default: Any = None) -> Any:
 
 
 def _sizes(config: Any) -> dict[str, Any]:
-    """The sizes that a config tells."""
+    """The sizes that a config tells; one of others than models of text has no ``vocab_size``."""
     hidden, heads = _size(config, "hidden"), _size(config, "heads", 1)
     experts = _size(config, "experts", 1)
     one_key_head = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
