@@ -20,7 +20,7 @@ from course_lib.system import machine
 from course_lib.writing import write_text
 
 HERE = Path(__file__).parent
-CHECKED = ("all-reduce", "int8", "int4", "PowerSGD, rank 4", "top-k, 1 %", "LocalSGD", "DiLoCo", "streaming DiLoCo")
+CHECKED = ("all-reduce", "int8", "int4", "PowerSGD, rank 4", "top-k, 1 %", "LocalSGD", "DiLoCo")
 TARGETS = (0.05, 0.15)
 """Nats per byte above all-reduce's last loss, at which ways are compared."""
 Runs = dict[str, list[lab.TrainingRun]]
@@ -106,7 +106,7 @@ def check_table(args: argparse.Namespace, runs: Runs, compute: float) -> str:
         "|---|---|---|",
     ]
     for name in methods:
-        ends = lab.step_ends(runs[name][0].messages[:steps], link, compute, runs[name][0].overlap)
+        ends = lab.step_ends(runs[name][0].messages[:steps], link, compute)
         lines.append(f"| {name} | {ends[-1]:.1f} | {measured[name].wall_seconds:.1f} |")
     return "\n".join(lines)
 
@@ -149,14 +149,14 @@ def main() -> None:
         f"{args.num_processes} ranks, one thread each; GPT-2 of 2 layers, width {args.width}, "
         f"{runs['all-reduce'][0].parameters:,} parameters, bytes of the bundled tweets, {lab.ROWS} rows of "
         f"{lab.TOKENS} bytes per rank and step, AdamW at 3e-3 with beta 2 of 0.95, clipped "
-        f"at 1, {args.steps} steps, H = {args.sync_every}, "
-        f"streaming DiLoCo in 2 fragments with an overlap of {lab.OVERLAP} steps; seeds 0 to {args.seeds - 1}, "
+        f"at 1, {args.steps} steps, H = {args.sync_every}; "
+        f"seeds 0 to {args.seeds - 1}, "
         f"mean (range); all {sum(map(len, runs.values()))} runs are counted. Nothing was tuned for one way: the "
         "same learning rate for all, the papers' outer one.\n\n"
         f"Seconds over a link are computed from the counted messages: {1000 * compute:.1f} ms per step, the CPU "
         "time of all-reduce's on this machine, and then the step's messages one after the other, each latency + "
-        "bytes / rate. Nothing hides behind backward; streaming DiLoCo's messages hide behind the steps of its "
-        f"overlap.\n\n{main_table(runs, compute)}\n\n"
+        "bytes / rate. Nothing hides behind backward."
+        f"\n\n{main_table(runs, compute)}\n\n"
         f"{targets}\n\n{check_table(args, runs, compute)}\n"
     )
     write_text(HERE / "communication.md", text)

@@ -30,8 +30,6 @@ default."""
     """Group that the run belongs to, for example a sweep; with track_every_rank default: the run's name."""
     track_every_rank: bool = False
     """Track a run on every rank, all in one group, rather than one on rank 0."""
-    track_system: bool = True
-    """Track every rank's processor, memory and GPU with logged lines, at most every 10 steps."""
     watch: Literal["none", "gradients", "parameters", "all"] = "none"
     """Histograms of these tensors; of a rank's own shard where the state is sharded."""
     watch_steps: Positive = 100

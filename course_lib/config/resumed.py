@@ -1,9 +1,10 @@
 """Options of a resumed run: each may change, has to be as it was, or does not bear on the training."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
+
+import yaml
 
 from course_lib.config.axes import ENGINES, Leaves
 from course_lib.config.learning import OFFLINE_NAMES
@@ -16,8 +17,7 @@ class Change(NamedTuple):
     now: Any
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """Rule for fields of a resumed run whose values differ from the checkpoint's.
 
     Attributes:
@@ -28,193 +28,16 @@ class Rule:
 
     does: str
     why: str
-    fields: tuple[str, ...]
+    fields: list[str]
 
 
-SAME = Rule(
-    "refused",
-    "the data position or the optimizer's state would mean something else",
-    ("task", "revision", "optimizer", "seed", "data_seed", "group_by_length", "drop_last"),
+RULES = tuple(
+    Rule(**rule) for rule in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).values()
 )
-ADAPTER = Rule(
-    "refused",
-    "the checkpoint holds these adapters, for these frozen weights",
-    ("lora_r", "lora_alpha", "lora_targets", "load_in_4bit"),
-)
-MODEL = Rule(
-    "refused where name or architecture differ",
-    "the weights are kept from the checkpoint, and only a folder of the same name may lie elsewhere",
-    ("model",),
-)
-ROWS = Rule(
-    "refused where the tokens differ",
-    "a row of the data position has to be the same row",
-    (
-        "dataset",
-        "dataset_config",
-        "text_column",
-        "label_column",
-        "separator",
-        "quoting",
-        "encoding",
-        "train_split",
-        "validation_split",
-        "test_split",
-        "validation_fraction",
-        "max_length",
-        "packing",
-        "chat_template",
-        "streaming",
-        "stream_window",
-        "clean_text",
-        "lowercase",
-        "max_train_samples",
-        "max_eval_samples",
-    ),
-)
-BATCH = Rule(
-    "refused where a step has other rows",
-    "the ranks and their layout may change, the global batch may not",
-    (
-        "batch_size",
-        "gradient_accumulation_steps",
-        "global_batch_size",
-        "split_batches",
-        "num_processes",
-        "training_type",
-        "pipeline_parallel_size",
-        "data_parallel_size",
-        "tensor_parallel_size",
-        "context_parallel_size",
-    ),
-)
-JUDGING = Rule(
-    "applied, and the best evaluation so far does not count",
-    "it was judged otherwise",
-    ("best_metric", "mlm_probability"),
-)
-APPLIED = Rule(
-    "applied",
-    "it is read afresh at each start",
-    (
-        # data and model
-        "pad_to_multiple_of",
-        "dynamic_padding",
-        "num_workers",
-        "pin_memory",
-        "activation_checkpointing",
-        "torch_compile",
-        "attention",
-        "attention_dropout",
-        "lora_dropout",
-        # how a gradient becomes a step
-        "learning_rate",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "momentum",
-        "max_grad_norm",
-        "label_smoothing_factor",
-        "router_aux_loss_coef",
-        "lr_scheduler",
-        "lr_scheduler_kwargs",
-        "warmup_ratio",
-        "warmup_steps",
-        "loss_weighting",
-        # how the ranks share state and work
-        "strategy",
-        "engine",
-        "bucket_mb",
-        "ddp_find_unused_parameters",
-        "lean_buffers",
-        "sequence_parallel",
-        "context_parallel",
-        "expert_parallel_size",
-        "offload",
-        "shard_group_size",
-        "schedule",
-        "stages_per_rank",
-        "pipeline_chunks",
-        "split_spec",
-        "split_by",
-        # what they say to each other
-        "communication",
-        "sync_every",
-        "outer_lr",
-        "outer_momentum",
-        "diloco_fragments",
-        "diloco_overlap",
-        "diloco_keep",
-        "powersgd_rank",
-        "topk_density",
-        "quantization_block",
-        "error_feedback",
-        # how long, and on what
-        "device",
-        "mixed_precision",
-        "tf32",
-        "cpu_kernels",
-        "num_epochs",
-        "max_steps",
-        "deterministic",
-        "early_stopping_patience",
-        "keep_best",
-    ),
-)
-LOOKED = Rule(
-    "applied, and not in the run's history",
-    "it says when to look and to save, not what a step does",
-    (
-        "eval_batch_size",
-        "logging_steps",
-        "logging_first_step",
-        "eval_steps",
-        "eval_delay",
-        "baselines",
-        "save_steps",
-        "save_total_limit",
-        "async_save",
-        "watch",
-        "watch_steps",
-        "log_predictions",
-        "memory_steps",
-        "memory_alert",
-        "imbalance_alert",
-        "communication_steps",
-        "profile",
-        "profile_steps",
-        "profile_wait",
-        "profile_warmup",
-        "watchdog",
-        "desync_check",
-        "desync_steps",
-    ),
-)
-ELSEWHERE = Rule(
-    "applied, and not said",
-    "it says where a run is and who hears of it, not what it does",
-    (
-        "output_dir",
-        "overwrite_output_dir",
-        "resume_from_checkpoint",
-        "push_to_hub",
-        "hub_private",
-        "progress_bar",
-        "tracker",
-        "project",
-        "run_name",
-        "run_group",
-        "track_every_rank",
-        "track_system",
-        "log_model",
-        "env_file",
-    ),
-)
-RULES = (APPLIED, LOOKED, JUDGING, BATCH, ROWS, MODEL, ADAPTER, SAME, ELSEWHERE)
 """Every field of a config stands in one of them."""
+APPLIED, LOOKED, JUDGING, BATCH, ROWS, MODEL, ADAPTER, SAME, ELSEWHERE = RULES
 
-KEEPS_RANK_STATE = ("outer_lr", "outer_momentum", "diloco_keep", "topk_density", "quantization_block")
+KEEPS_RANK_STATE = ("outer_lr", "outer_momentum", "topk_density")
 """Fields of communication under whose other values a rank goes on with what it alone had."""
 
 

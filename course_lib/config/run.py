@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from course_lib.config import combinations, lr_schedules, service_names
 from course_lib.config.adapters import AdapterConfig, check_adapters
-from course_lib.config.communication import CommunicationConfig, check_communication
+from course_lib.config.communication import CommunicationConfig
 from course_lib.config.fields import Strict
 from course_lib.config.learning import DataConfig, ModelConfig, OptimConfig, OutputConfig, RunConfig
 from course_lib.config.monitoring import TRACKERS, GuardConfig, MonitorConfig, TrackingConfig, check_profile
@@ -182,7 +182,6 @@ def _check_together(config: Config) -> Config:
     leaves["engine"] = engine
     combinations.check(leaves)
     check_ranks(config.parallel, config.pipeline, config.run)
-    check_communication(config.communication)
     check_adapters(config.adapter)
     lr_schedules.arguments(config.optim.lr_scheduler, config.optim.lr_scheduler_kwargs)
     _check_run(config)

@@ -92,19 +92,9 @@ READERS = (
         "--optimizer adamw and muon",
     ),
     Reader(("sync_every",), _communicates(*LOCAL), "--communication local_sgd and diloco"),
-    Reader(
-        ("outer_lr", "outer_momentum", "diloco_fragments", "diloco_overlap"),
-        _communicates("diloco"),
-        "--communication diloco",
-    ),
-    Reader(
-        ("diloco_keep",),
-        lambda leaves: leaves["communication"] == "diloco" and leaves["diloco_overlap"] > 0,
-        "--communication diloco with diloco_overlap",
-    ),
+    Reader(("outer_lr", "outer_momentum"), _communicates("diloco"), "--communication diloco"),
     Reader(("powersgd_rank",), _communicates("powersgd"), "--communication powersgd"),
     Reader(("topk_density",), _communicates("topk"), "--communication topk"),
-    Reader(("quantization_block",), _communicates("int8", "int4"), "--communication int8 and int4"),
     Reader(("error_feedback",), _communicates("powersgd", "topk"), "--communication powersgd and topk"),
     Reader(
         ("router_aux_loss_coef",),

@@ -5,13 +5,14 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from course_lib.config import Config, RunConfig, build, option, options
 from course_lib.config import files as config_files
 from course_lib.errors import ConfigError
 from course_lib.writing import write_text
 
-NUMBER_OF_FIELDS = 139
+NUMBER_OF_FIELDS = 134
 
 
 def test_every_field_has_a_docstring_and_a_name_of_its_own():
@@ -26,6 +27,17 @@ def test_yaml_round_trip(tmp_path):
     config = build({"learning_rate": 3e-5, "max_steps": 7, "text_column": "tweet", "warmup_ratio": 0.1})
     (tmp_path / "run.yaml").write_text(config_files.to_yaml(config))
     assert config_files.load([tmp_path / "run.yaml"]) == config
+
+
+def test_a_config_that_an_earlier_version_saved_is_read(tmp_path):
+    saved = yaml.safe_load(config_files.to_yaml(build({"max_steps": 7})))
+    saved["communication"] |= {"diloco_fragments": 1, "diloco_keep": 0.5}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(saved))
+    assert config_files.load([tmp_path / "run.yaml"]).run.max_steps == 7
+    saved["communication"]["diloco_fragments"] = 2
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(saved))
+    with pytest.raises(ConfigError, match=r"unknown key `communication.diloco_fragments`"):
+        config_files.load([tmp_path / "run.yaml"])
 
 
 def test_later_files_override_earlier_ones_and_options_override_files(tmp_path):

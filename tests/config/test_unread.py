@@ -203,13 +203,12 @@ def test_every_rule_refuses_and_lets_pass():
         "lora_r": 8,
         "streaming": True,
     }
-    streams = {"diloco_overlap": 1}  # of which diloco_keep is a part
     for reader in READERS:
         given = [
             *others.items(),
             ("task", "causal_lm"),
             *(("communication", way) for way in option("communication").choices),
         ]
-        answers = {reader.reads(defaults | streams | {name: value}) for name, value in given} | {reader.reads(defaults)}
+        answers = {reader.reads(defaults | {name: value}) for name, value in given} | {reader.reads(defaults)}
         assert answers == {True, False}, reader.fields
     assert first_unread(defaults, defaults) is None

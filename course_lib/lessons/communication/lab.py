@@ -24,7 +24,7 @@ from course_lib.launching.launch import launch
 from course_lib.launching.netns import in_own_network
 from course_lib.lessons.slow_link import Link
 from course_lib.metering.meter import Meter
-from course_lib.parallel.communication.diloco import DiLoCo, plain_sum, strided_fragments
+from course_lib.parallel.communication.diloco import DiLoCo, plain_sum
 from course_lib.parallel.communication.hierarchical import HierarchicalAllReduce, machine_groups
 from course_lib.parallel.communication.local_sgd import LocalSGD, LocalTraining
 from course_lib.parallel.communication.power_sgd import PowerSGD
@@ -45,16 +45,13 @@ Wrap = Callable[[nn.Module, int], nn.Module]
 """Makes an engine of a model; the number is H."""
 
 
-def _diloco(fragments: int = 1, overlap: int = 0, bits: int = 0, lr: float = 0.7, momentum: float = 0.9) -> Wrap:
+def _diloco(bits: int = 0, lr: float = 0.7, momentum: float = 0.9) -> Wrap:
     def wrap(model: nn.Module, sync_every: int) -> nn.Module:
         return DiLoCo(
             model,
-            strided_fragments(model, fragments),
             sync_every=sync_every,
             outer_lr=lr,
             outer_momentum=momentum,
-            overlap=min(overlap, sync_every - 1),
-            keep=0.5,
             group=None,
             sum_over_ranks=QuantizedAllReduce(bits, 256).sum if bits else plain_sum,
         )
@@ -66,8 +63,6 @@ def _hooked(make_hook: Callable[[], Any]) -> Wrap:
     return lambda model, _: DataParallel(model, communication_hook=make_hook())
 
 
-OVERLAP = 4
-"""Steps that streaming DiLoCo goes on while a fragment is under way; fewer where H is not more."""
 METHODS: dict[str, Wrap] = {
     "all-reduce": _hooked(lambda: sum_gradients),
     "int8": _hooked(lambda: QuantizedAllReduce(8, 256)),
@@ -80,7 +75,6 @@ METHODS: dict[str, Wrap] = {
     "LocalSGD, int4": _diloco(bits=4, lr=1.0, momentum=0.0),
     "DiLoCo": _diloco(),
     "DiLoCo, int4": _diloco(bits=4),
-    "streaming DiLoCo": _diloco(fragments=2, overlap=OVERLAP),
     "hierarchical, 2 per machine": _hooked(lambda: HierarchicalAllReduce(*machine_groups(2))),
 }
 """Every way, by its name; hierarchical wants ranks in pairs, and more than one pair to be of use."""
@@ -96,7 +90,6 @@ class TrainingRun:
         messages: bytes that this rank sent in each collective, step by step.
         cpu_seconds: of this rank per step: model, optimizer, compression, gloo.
         wall_seconds: of all steps, evaluations left out.
-        overlap: steps that a message has until somebody waits for it.
     """
 
     parameters: int = 0
@@ -104,7 +97,6 @@ class TrainingRun:
     messages: list[list[int]] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     wall_seconds: float = 0.0
-    overlap: int = 0
 
     @property
     def bytes_per_step(self) -> float:
@@ -113,32 +105,27 @@ class TrainingRun:
 
     def seconds(self, link: Link, compute: float) -> list[float]:
         """End of each step over a link, if a step computes so many seconds; see :func:`step_ends`."""
-        return step_ends(self.messages, link, compute, self.overlap)
+        return step_ends(self.messages, link, compute)
 
     def first_below(self, loss: float) -> int | None:
         """The first evaluated step whose loss is at most this; None where there is none."""
         return next((step for step, value in sorted(self.losses.items()) if value <= loss), None)
 
 
-def step_ends(messages: list[list[int]], link: Link, compute: float, overlap: int) -> list[float]:
-    """Seconds at which each step ends, if what is sent queues on a link and nothing of it hides behind backward.
+def step_ends(messages: list[list[int]], link: Link, compute: float) -> list[float]:
+    """Seconds at which each step ends: when its messages have arrived, none of which hides behind backward.
 
     Args:
         messages: bytes of each collective, by step; they are issued at the step's end.
         link: rate and latency.
         compute: seconds of a step's computation.
-        overlap: 0: a step ends when its messages have arrived. Else they need to be there so many steps later.
     """
-    clock = link_free = 0.0
-    due: dict[int, float] = {}
+    clock = 0.0
     ends = []
-    for step, sizes in enumerate(messages):
+    for sizes in messages:
         clock += compute
         for size in sizes:
-            link_free = max(clock, link_free) + link.seconds(size)
-        if sizes:
-            due[step + overlap] = link_free
-        clock = max(clock, due.pop(step, 0.0))
+            clock += link.seconds(size)
         ends.append(clock)
     return ends
 
@@ -190,10 +177,7 @@ def train(
     engine = METHODS[method](small_model(seed, width), sync_every)
     # Beta 2 of 0.95: with 0.999 the first hundreds of steps are a plateau, which rounding errors alone can end sooner.
     optimizer = torch.optim.AdamW(engine.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
-    run = TrainingRun(
-        sum(parameter.numel() for parameter in engine.parameters()),
-        overlap=engine.overlap if isinstance(engine, DiLoCo) else 0,
-    )
+    run = TrainingRun(sum(parameter.numel() for parameter in engine.parameters()))
     held_out = windows(text["validation"], 128, seed=1)
     for first in range(0, steps, evaluate_every):
         ends = []

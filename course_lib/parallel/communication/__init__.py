@@ -4,7 +4,7 @@ Two ways. Some say something **less often**: each rank makes H steps by itself, 
 
 - :mod:`~course_lib.parallel.communication.local_sgd`: they take the mean of their weights;
 - :mod:`~course_lib.parallel.communication.diloco`: they take the mean of their changes for the gradient of an outer
-  optimizer, all at once or by fragments while they go on.
+  optimizer.
 
 Others say **less each time**: they are communication hooks of :class:`course_lib.parallel.ddp.DataParallel`, and every
 step is still a step of all ranks.
@@ -19,7 +19,6 @@ Bytes that a rank sends for a gradient of E float32 elements, S = 4 E, N ranks, 
 =========================== =======================================================
 plain all-reduce            2 (N - 1) / N * S every step
 LocalSGD, DiLoCo            2 (N - 1) / N * S every H steps
-streaming DiLoCo, P parts   2 (N - 1) / N * S / P, P times every H steps
 PowerSGD, rank r            2 (N - 1) / N * 4 r (n + m) for each n x m matrix
 top-k                       8 k (N - 1): k values and k positions to every other rank
 b bits in blocks of B       2 (N - 1) / N * (b / 8 + 4 / B) * E

@@ -8,23 +8,18 @@ One period of H steps; W are the weights that all ranks share, ``w`` those of on
     V = momentum * V + D              Nesterov's momentum,
     W = W - lr * (D + momentum * V)   as in torch.optim.SGD(nesterov=True)
 
-With lr = 1 and momentum = 0 it is LocalSGD. In the streaming form the model is cut into P fragments whose periods end
-at different steps, so that the peak of what is sent is 1 / P; and a rank goes on for some steps while a fragment's
-change is under way. What it has learned since is mixed with what comes.
+With lr = 1 and momentum = 0 it is LocalSGD.
 
-Source: Douillard et al., "DiLoCo" (arXiv 2311.08105), algorithm 1; "Streaming DiLoCo with overlapping communication"
-(arXiv 2501.18512), algorithm 2 and sections 2.2 to 2.4.
+Source: Douillard et al., "DiLoCo" (arXiv 2311.08105), algorithm 1.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from course_lib.errors import ConfigError
-from course_lib.parallel.blocks import blocks
-from course_lib.parallel.communication.local_sgd import LocalTraining, flatten, unflatten
+from course_lib.parallel.communication.local_sgd import LocalTraining, flatten, overwrite, unflatten
 from course_lib.parallel.ddp import ReductionHandle
 
 Sum = Callable[[Tensor, dist.ProcessGroup | None], ReductionHandle]
@@ -48,7 +43,6 @@ class OuterOptimizer:
     Attributes:
         shared: W, (E,), float32 or wider: the same bits on all ranks.
         velocity: V, (E,).
-        change: what is under way; None between a period's :meth:`receive` and the next :meth:`send`.
     """
 
     def __init__(
@@ -63,28 +57,15 @@ class OuterOptimizer:
         self.group, self.sum_over_ranks = group, sum_over_ranks
         self.shared = flatten(parameters)
         self.velocity = torch.zeros_like(self.shared)
-        self.change: Tensor | None = None
-        self.work: ReductionHandle | None = None
-
-    def send(self) -> None:
-        """Begin to sum the ranks' changes; training may go on meanwhile."""
-        self.change = (self.shared - flatten(self.parameters)) / dist.get_world_size(self.group)
-        self.work = self.sum_over_ranks(self.change, self.group)
 
     @torch.no_grad()
-    def receive(self, keep: float) -> None:
-        """Wait for the mean change, make the outer step, and hand its result to the parameters.
-
-        Args:
-            keep: share of the parameters' present values that stays, where they were trained since :meth:`send`.
-        """
-        assert self.change is not None and self.work is not None, "receive() without send()"
-        self.work.wait()
-        self.velocity.mul_(self.momentum).add_(self.change)
-        self.shared.sub_(self.change.add_(self.velocity, alpha=self.momentum), alpha=self.lr)
-        self.change = self.work = None
-        for parameter, shared in zip(self.parameters, unflatten(self.shared, self.parameters), strict=True):
-            parameter.copy_(torch.lerp(shared, parameter.to(shared.dtype), keep))
+    def step(self) -> None:
+        """Sum the ranks' changes, make the outer step, and hand its result to the parameters."""
+        change = (self.shared - flatten(self.parameters)) / dist.get_world_size(self.group)
+        self.sum_over_ranks(change, self.group).wait()
+        self.velocity.mul_(self.momentum).add_(change)
+        self.shared.sub_(change.add_(self.velocity, alpha=self.momentum), alpha=self.lr)
+        overwrite(self.parameters, unflatten(self.shared, self.parameters))
 
 
 class DiLoCo(LocalTraining):
@@ -94,126 +75,48 @@ class DiLoCo(LocalTraining):
 
     Args:
         module: the same on all ranks.
-        fragments: P lists of parameters, which hold all trained ones once; see :func:`strided_fragments`.
-        sync_every: H; 50 to 500 in the papers.
-        outer_lr: of the outer optimizer; 0.7 in both papers.
+        sync_every: H; 50 to 500 in the paper.
+        outer_lr: of the outer optimizer; 0.7 in the paper.
         outer_momentum: likewise; 0.9.
-        overlap: inner steps between the sending of a fragment's change and its outer step; below H.
-        keep: what a fragment keeps of its own values when it gets the outer step's; the paper's alpha, 0.5. Without
-            overlap it is taken for 0: the rank has learned nothing since.
         group: the ranks; None is all.
         sum_over_ranks: how changes are summed: :func:`plain_sum`, or a quantized sum, which sends an eighth.
-    Raises:
-        ConfigError: fragments that leave out or repeat a parameter, or an overlap of H or more.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        fragments: Iterable[list[nn.Parameter]],
         *,
         sync_every: int,
         outer_lr: float,
         outer_momentum: float,
-        overlap: int,
-        keep: float,
         group: dist.ProcessGroup | None,
         sum_over_ranks: Sum,
     ):
         super().__init__(module, sync_every, group)
-        parts = list(fragments)
-        members = [parameter for part in parts for parameter in part]
-        if len(members) != len(self.trained) or set(members) != set(self.trained):
-            raise ConfigError(
-                f"fragments with {len(members)} parameters for a model that trains {len(self.trained)}",
-                "put each trained parameter into one fragment",
-            )
-        if not 0 <= overlap < sync_every:
-            raise ConfigError(
-                f"an overlap of {overlap} steps in a period of {sync_every}",
-                "let it be from 0 to one step less than the period",
-            )
-        self.overlap, self.keep = overlap, keep if overlap else 0.0
-        self.outers = [OuterOptimizer(part, outer_lr, outer_momentum, group, sum_over_ranks) for part in parts]
+        self.outer = OuterOptimizer(self.trained, outer_lr, outer_momentum, group, sum_over_ranks)
 
     def after_step(self) -> None:
-        """Send the fragments whose period ends with this step, and finish those sent ``overlap`` steps ago."""
+        """Make the outer step if this inner step ends a period."""
         self.steps += 1
-        for number, outer in enumerate(self.outers):
-            # Fragment p ends its periods p * H / P steps before fragment 0: they take turns on the link.
-            place = (self.steps + number * self.sync_every // len(self.outers)) % self.sync_every
-            if place == 0:
-                outer.send()
-            if place == self.overlap and outer.change is not None:
-                outer.receive(self.keep)
+        if self.steps % self.sync_every == 0:
+            self.outer.step()
 
     def consensus(self) -> list[Tensor]:
         """The shared weights after the outer steps so far; sends nothing."""
-        by_parameter = {
-            parameter: shared.clone()
-            for outer in self.outers
-            for parameter, shared in zip(outer.parameters, unflatten(outer.shared, outer.parameters), strict=True)
-        }
-        return [by_parameter[parameter] for parameter in self.trained]
+        return [shared.clone() for shared in unflatten(self.outer.shared, self.trained)]
 
     def adopt(self) -> None:
-        """Take the parameters as they are for the shared weights; momentum is 0, what is under way is dropped."""
-        for outer in self.outers:
-            if outer.work is not None:
-                outer.work.wait()
-            outer.work = outer.change = None
-            outer.shared.copy_(flatten(outer.parameters))
-            outer.velocity.zero_()
+        """Take the parameters as they are for the shared weights; momentum is 0."""
+        self.outer.shared.copy_(flatten(self.trained))
+        self.outer.velocity.zero_()
 
     def state_dict_of_rank(self) -> dict[str, Tensor]:
-        """This rank's state beside its parameters: shared weights, velocities, what is under way. A collective call.
-
-        Ends what is under way, and keeps its result to be handed to the parameters at the step that is due.
-        """
-        state = super().state_dict_of_rank()
-        for number, outer in enumerate(self.outers):
-            state |= {f"{number}.shared": outer.shared, f"{number}.velocity": outer.velocity}
-            if outer.change is not None and outer.work is not None:
-                outer.work.wait()
-                outer.work = Arrived()
-                state[f"{number}.change"] = outer.change
-        return {name: tensor.clone() for name, tensor in state.items()}
+        """This rank's state beside its parameters: shared weights and velocity."""
+        own = {"0.shared": self.outer.shared.clone(), "0.velocity": self.outer.velocity.clone()}
+        return super().state_dict_of_rank() | own
 
     def load_state_dict_of_rank(self, state: Mapping[str, Tensor]) -> None:
         """Put it back; the parameters are loaded by themselves."""
         super().load_state_dict_of_rank(state)
-        for number, outer in enumerate(self.outers):
-            outer.shared.copy_(state[f"{number}.shared"])
-            outer.velocity.copy_(state[f"{number}.velocity"])
-            change = state.get(f"{number}.change")
-            outer.change = None if change is None else change.to(outer.shared.device, copy=True)
-            outer.work = None if change is None else Arrived()
-
-
-class Arrived:
-    """In place of the work of a sum that has ended."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-def strided_fragments(module: nn.Module, number: int) -> list[list[nn.Parameter]]:
-    """Fragments of blocks that lie apart: of P, the p-th has blocks p, p + P, p + 2 P, …; what is in no block joins
-    the last. One fragment is the whole model.
-
-    Neighbouring blocks then get new values at different times; the paper's better pattern (arXiv 2501.18512, 2.2).
-
-    Raises:
-        ConfigError: fewer blocks than fragments, or none.
-    """
-    if number == 1:
-        return [[parameter for parameter in module.parameters() if parameter.requires_grad]]
-    layers = list(blocks(module).values())
-    if not 1 <= number <= len(layers):
-        raise ConfigError(f"{number} fragments of a model with {len(layers)} blocks", f"use 1 to {len(layers)}")
-    owner = {parameter: place % number for place, layer in enumerate(layers) for parameter in layer.parameters()}
-    parts: list[list[nn.Parameter]] = [[] for _ in range(number)]
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parts[owner.get(parameter, number - 1)].append(parameter)
-    return parts
+        self.outer.shared.copy_(state["0.shared"])
+        self.outer.velocity.copy_(state["0.velocity"])

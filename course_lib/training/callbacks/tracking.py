@@ -112,7 +112,7 @@ class TrackingCallback(Callback):
         if not self.enabled:
             return
         values = {_full_name(name): value for name, value in line.items() if name != "step"}
-        if "loss" in line and self.config.tracking.track_system and trainer.state.step >= self.system_due:
+        if "loss" in line and trainer.state.step >= self.system_due:
             values |= self._system(trainer)
             self.system_due = trainer.state.step + SYSTEM_STEPS
         for tracker in self.trackers:

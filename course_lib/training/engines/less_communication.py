@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from course_lib.config import Config
 from course_lib.config.communication import CommunicationConfig
-from course_lib.parallel.communication.diloco import DiLoCo, plain_sum, strided_fragments
+from course_lib.parallel.communication.diloco import DiLoCo, plain_sum
 from course_lib.parallel.communication.hooks import StatefulHook
 from course_lib.parallel.communication.local_sgd import LocalSGD, LocalTraining
 from course_lib.parallel.communication.power_sgd import PowerSGD
@@ -22,6 +22,9 @@ from course_lib.training.checkpoints.formats import put_back
 from course_lib.training.checkpoints.stored_state import StoredState
 from course_lib.training.engines.from_scratch import ScratchDDP
 from course_lib.training.ranks import Ranks
+
+QUANTIZATION_BLOCK = 256
+"""Elements that share a scale in int8 and int4."""
 
 
 class CompressingState(StoredState):
@@ -101,12 +104,9 @@ class Local(ScratchDDP):
         else:
             self.wrapped = DiLoCo(
                 model,
-                strided_fragments(model, how.diloco_fragments),
                 sync_every=how.sync_every,
                 outer_lr=how.outer_lr,
                 outer_momentum=how.outer_momentum,
-                overlap=how.diloco_overlap,
-                keep=how.diloco_keep,
                 group=None,
                 sum_over_ranks=plain_sum,
             )
@@ -134,4 +134,4 @@ def make_hook(how: CommunicationConfig) -> PowerSGD | TopK | QuantizedAllReduce:
         return PowerSGD(how.powersgd_rank, error_feedback=how.error_feedback)
     if how.communication == "topk":
         return TopK(how.topk_density, error_feedback=how.error_feedback)
-    return QuantizedAllReduce({"int8": 8, "int4": 4}[how.communication], how.quantization_block)
+    return QuantizedAllReduce({"int8": 8, "int4": 4}[how.communication], QUANTIZATION_BLOCK)

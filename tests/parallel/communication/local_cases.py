@@ -10,7 +10,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 
 from course_lib.errors import ConfigError
 from course_lib.metering.meter import Meter
-from course_lib.parallel.communication.diloco import DiLoCo, plain_sum, strided_fragments
+from course_lib.parallel.communication.diloco import DiLoCo, plain_sum
 from course_lib.parallel.communication.local_sgd import LocalSGD
 from course_lib.parallel.communication.quantized_all_reduce import QuantizedAllReduce
 from course_lib.parallel.ddp import DataParallel
@@ -88,14 +88,13 @@ def local_sgd(sync_every, make_optimizer, number):
     )
 
 
-def engine_of(net, *, fragments=1, bits=0, **options):
+def engine_of(net, *, bits=0, **options):
     """DiLoCo with the paper's values, or where they are left out LocalSGD."""
     if "averaging" in options:
         return LocalSGD(net, sync_every=options["sync_every"], group=None)
-    options = {"outer_lr": 0.7, "outer_momentum": 0.9, "overlap": 0, "keep": 0.0} | options
+    options = {"outer_lr": 0.7, "outer_momentum": 0.9} | options
     return DiLoCo(
         net,
-        strided_fragments(net, fragments),
         **options,
         group=None,
         sum_over_ranks=QuantizedAllReduce(bits, 16).sum if bits else plain_sum,
@@ -133,7 +132,7 @@ def agreement(kind):
 
 
 def bytes_of_steps(options, number):
-    """Bytes that this rank sends in each of some steps, and the elements of each fragment."""
+    """Bytes that this rank sends in each of some steps, and the elements that it trains."""
     dist.init_process_group("gloo")
     net, rank, sent = model(), dist.get_rank(), []
     engine = engine_of(net, **options)
@@ -142,8 +141,7 @@ def bytes_of_steps(options, number):
         with Meter() as meter:
             train(engine, optimizer, rank, [step])
         sent.append(meter.bytes_sent)
-    parts = strided_fragments(net, options.get("fragments", 1))
-    return sent, [sum(parameter.numel() for parameter in part) for part in parts]
+    return sent, sum(parameter.numel() for parameter in engine.trained)
 
 
 def resumed(options, steps):
@@ -167,27 +165,9 @@ def resumed(options, steps):
     return ends
 
 
-def refusals():
+def refusal():
     dist.init_process_group("gloo")
-    said = []
-    for wrong in (
-        lambda net: LocalSGD(net, sync_every=0, group=None),
-        lambda net: engine_of(net, sync_every=3, overlap=3),
-        lambda net: DiLoCo(
-            net,
-            [[net.last.weight]],
-            sync_every=3,
-            outer_lr=1,
-            outer_momentum=0,
-            overlap=0,
-            keep=0,
-            group=None,
-            sum_over_ranks=plain_sum,
-        ),
-        lambda net: strided_fragments(net, 5),
-    ):
-        try:
-            wrong(model())
-        except ConfigError as error:
-            said.append(str(error))
-    return said
+    try:
+        LocalSGD(model(), sync_every=0, group=None)
+    except ConfigError as error:
+        return str(error)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from course_lib.launching.launch import launch
-from course_lib.parallel.communication.diloco import strided_fragments
 from course_lib.parallel.communication.hooks import all_reduce_bytes
 from tests.parallel.communication import local_cases
 from tests.parallel.communication.local_cases import adamw, batch, model, sgd, weights
@@ -102,33 +101,23 @@ def test_at_h_1_diloco_is_one_process_with_nesterov(momentum):
         assert (mine[0] - start).dot(theirs[0] - start) > 0 and (mine[0] - start).norm() > 1e-3
 
 
-def outer_steps(every, ranks, fragments=1, overlap=0, keep=0.0):
-    """DiLoCo with torch's own SGD as the outer optimizer, and every fragment by itself."""
+def outer_steps(every, ranks):
+    """DiLoCo with torch's own SGD as the outer optimizer."""
     shared = model()
-    names = {parameter: name for name, parameter in shared.named_parameters()}
-    parts = [[names[p] for p in part] for part in strided_fragments(shared, fragments)]
-    outers = [
-        torch.optim.SGD([shared.get_parameter(name) for name in part], lr=0.7, momentum=0.9, nesterov=True)
-        for part in parts
-    ]
-    under_way = {}
+    trained = [name for name, parameter in shared.named_parameters() if parameter.requires_grad]
+    outer = torch.optim.SGD([shared.get_parameter(name) for name in trained], lr=0.7, momentum=0.9, nesterov=True)
 
     @torch.no_grad()
     def agree(models, step):
-        for number, (part, outer) in enumerate(zip(parts, outers, strict=True)):
-            place = (step + number * every // fragments) % every
-            if place == 0:
-                under_way[number] = [
-                    sum(shared.get_parameter(name) - net.get_parameter(name) for net in models) / ranks for name in part
-                ]
-            if place == overlap and number in under_way:
-                for name, change in zip(part, under_way.pop(number), strict=True):
-                    shared.get_parameter(name).grad = change
-                outer.step()
-                for net in models:
-                    for name in part:
-                        own = net.get_parameter(name)
-                        own.copy_(keep * own + (1 - keep) * shared.get_parameter(name))
+        if step % every:
+            return
+        for name in trained:
+            parameter = shared.get_parameter(name)
+            parameter.grad = sum(parameter - net.get_parameter(name) for net in models) / ranks
+        outer.step()
+        for net in models:
+            for name in trained:
+                net.get_parameter(name).copy_(shared.get_parameter(name))
 
     return agree
 
@@ -147,39 +136,12 @@ def test_with_a_rate_of_1_and_no_momentum_diloco_is_local_sgd():
     assert max(map(furthest, mine, theirs)) < 1e-13
 
 
-@pytest.mark.parametrize(("fragments", "overlap", "keep"), [(2, 0, 0.0), (2, 2, 0.5), (4, 1, 0.0), (1, 3, 0.5)])
-def test_streaming_diloco_is_its_definition(fragments, overlap, keep):
-    options = {"sync_every": 4, "overlap": overlap, "keep": keep, "fragments": fragments}
-    mine = run(local_cases.diloco, options, adamw, 13)
-    theirs = in_one_process(2, adamw, 13, outer_steps(4, 2, fragments, overlap, keep))
-    assert max(map(furthest, mine, theirs)) < 1e-12
-    whole = run(local_cases.diloco, {"sync_every": 4}, adamw, 13)
-    assert furthest(mine[0], whole[0]) > 1e-3
-
-
-def test_in_one_fragment_without_overlap_it_is_diloco():
-    whole = run(local_cases.diloco, {"sync_every": 3}, adamw, 7)
-    one = run(local_cases.diloco, {"sync_every": 3, "keep": 0.5}, adamw, 7)
-    assert max(map(furthest, whole, one)) < 1e-13
-
-
 def test_quantized_outer_gradients_are_near_and_the_ranks_agree():
     plain = run(local_cases.diloco, {"sync_every": 3}, adamw, 6)
     for bits, near in ((8, 1e-3), (4, 3e-2)):
         rounded = run(local_cases.diloco, {"sync_every": 3, "bits": bits}, adamw, 6)
         assert torch.equal(rounded[0][-1], rounded[1][-1])
         assert 0 < (rounded[0][-1] - plain[0][-1]).abs().max().item() < near
-
-
-def test_fragments_are_strided():
-    net = model()
-    parts = strided_fragments(net, 2)
-    names = {parameter: name for name, parameter in net.named_parameters()}
-    assert [[names[p].removesuffix(".weight") for p in part if p.ndim == 2] for part in parts] == [
-        ["blocks.0", "blocks.2"],
-        ["first", "blocks.1", "blocks.3", "last"],
-    ]
-    assert sum(map(len, parts)) == 12
 
 
 # --- agreement, bytes, state ---
@@ -196,28 +158,16 @@ def test_within_agreed_all_ranks_are_alike_and_after_it_themselves(kind):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_what_is_sent_is_the_formula(ranks):
     for kind in ({"averaging": True}, {}):
-        for sent, (elements,) in run(local_cases.bytes_of_steps, {"sync_every": 3} | kind, 7, ranks=ranks):
+        for sent, elements in run(local_cases.bytes_of_steps, {"sync_every": 3} | kind, 7, ranks=ranks):
             assert sent == [all_reduce_bytes(8 * elements, ranks) if step in (2, 5) else 0 for step in range(7)]
-    # Fragment 0 at steps 4, 8, …, fragment 1 half a period later; a peak of half the bytes.
-    streaming = {"sync_every": 4, "overlap": 1, "keep": 0.5, "fragments": 2}
-    for sent, (first, second) in run(local_cases.bytes_of_steps, streaming, 8, ranks=ranks):
-        one, two = (all_reduce_bytes(8 * elements, ranks) for elements in (first, second))
-        assert sent == [0, two, 0, one, 0, two, 0, one]
 
 
-@pytest.mark.parametrize("options", [{"averaging": True}, {}, {"overlap": 2, "keep": 0.5, "fragments": 2}])
+@pytest.mark.parametrize("options", [{"averaging": True}, {}])
 def test_what_was_saved_in_the_middle_of_a_period_goes_on_with_the_same_bits(options):
-    # After 5 steps of a period of 4, a fragment sent at step 4 is still under way with an overlap of 2.
     for undisturbed, loaded, without in run(local_cases.resumed, {"sync_every": 4} | options, 5):
         assert torch.equal(undisturbed, loaded)
         assert (undisturbed - without).abs().max() > 1e-4
 
 
-def test_what_cannot_be_is_refused():
-    for said in run(local_cases.refusals):
-        assert [line.partition(":")[0] for line in said] == [
-            "ranks that agree every 0 steps",
-            "an overlap of 3 steps in a period of 3",
-            "fragments with 1 parameters for a model that trains 12",
-            "5 fragments of a model with 4 blocks",
-        ], said
+def test_a_period_of_no_steps_is_refused():
+    assert run(local_cases.refusal) == ["ranks that agree every 0 steps: use 1 or more"] * 2

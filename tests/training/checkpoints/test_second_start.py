@@ -259,7 +259,6 @@ VALUES = {
     "adam_beta2": 0.5,
     "attention_dropout": 0.3,
     "outer_momentum": 0.5,
-    "diloco_keep": 0.25,
     "router_aux_loss_coef": 0.5,
     "memory_alert": 0.5,
     "save_total_limit": 3,
@@ -277,7 +276,6 @@ VALUES = {
     "tracker": "jsonl",
     "pipeline_parallel_size": 2,
     "topk_density": 0.5,
-    "quantization_block": 64,
     "powersgd_rank": 2,
     "num_epochs": 7.5,
     "weight_decay": 0.3,
@@ -297,13 +295,9 @@ BESIDE = {
     "sync_every": DILOCO,
     "outer_lr": DILOCO,
     "outer_momentum": DILOCO,
-    "diloco_fragments": DILOCO,
-    "diloco_overlap": DILOCO,
-    "diloco_keep": DILOCO | {"diloco_overlap": 1},
     "powersgd_rank": {"communication": "powersgd"},
     "topk_density": {"communication": "topk"},
     "error_feedback": {"communication": "topk"},
-    "quantization_block": {"communication": "int8"},
     "watch": {"tracker": "jsonl"},
     "watch_steps": {"tracker": "jsonl", "watch": "parameters"},
     "log_model": {"tracker": "jsonl"},
@@ -565,20 +559,20 @@ def test_a_scaler_begins_anew_where_the_run_had_none():
 
 
 def outer_state(folder):
-    """What a rank of DiLoCo alone had, before and after a second start with another outer rate, or other parts."""
+    """What a rank of DiLoCo alone had, before and after a second start with another outer rate, or another period."""
     first = {"communication": "diloco", "sync_every": 2}
     kept, found = saved(folder / "first", **first), {}
     own = safetensors_tree.load(kept / "rank-0.safetensors")["local"]["0.velocity"]
-    for name, more in (("rate", {"outer_lr": 0.3}), ("parts", {"diloco_fragments": 2})):
-        trainer, said = gone_on(folder / name, **first, **more, resume_from_checkpoint=str(kept))
-        outer = trainer.wrapped.outers[0]
+    for name, more in (("rate", {"outer_lr": 0.3}), ("period", {"sync_every": 3})):
+        trainer, said = gone_on(folder / name, **first | more, resume_from_checkpoint=str(kept))
+        outer = trainer.wrapped.outer
         found[name] = len(said), outer.lr, bool(own.any()), torch.equal(outer.velocity, own)
     return found
 
 
 def test_an_outer_rate_is_told_without_the_loss_of_what_ranks_alone_had(tmp_path):
     found = launch(outer_state, tmp_path, num_processes=1, timeout=600)[0]
-    assert found == {"rate": (1, 0.3, True, True), "parts": (2, 0.7, True, False)}
+    assert found == {"rate": (1, 0.3, True, True), "period": (2, 0.7, True, False)}
 
 
 @pytest.mark.parametrize(

@@ -163,8 +163,7 @@ def test_less_is_sent(ways):
 # --- resume ---
 
 SAVES = {"save_steps": 3, "save_total_limit": None, "max_steps": 8, "eval_steps": 4}
-STREAMING = {"communication": "diloco", "sync_every": 4, "diloco_fragments": 2, "diloco_overlap": 2}
-RESUMED = {name: WAYS[name] for name in ("topk", "powersgd", "local_sgd", "diloco")} | {"streaming": STREAMING}
+RESUMED = {name: WAYS[name] for name in ("topk", "powersgd", "local_sgd", "diloco")}
 
 
 def interrupted(folder):
@@ -210,7 +209,7 @@ def changed(folder, first, then):
 
 def test_another_communication_goes_on_from_what_was_agreed_and_says_so(tmp_path, capfd):
     for first, then in (
-        (STREAMING, [WAYS["all_reduce"], WAYS["local_sgd"], WAYS["topk"]]),
+        (WAYS["diloco"], [WAYS["all_reduce"], WAYS["local_sgd"], WAYS["topk"]]),
         (WAYS["powersgd"], [WAYS["diloco"]]),
     ):
         for runs in launch(changed, tmp_path / first["communication"], first, then, num_processes=2, timeout=600):
@@ -261,11 +260,8 @@ def test_muon_trains_matrices_of_blocks_resumes_and_is_that_of_one_process(tmp_p
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"communication": "diloco", "sync_every": 4, "diloco_overlap": 4}, "diloco_overlap 4 is no less than"),
-        ({"communication": "int8", "quantization_block": 5}, "quantization_block 5 is odd"),
         ({"communication": "local_sgd", "bucket_mb": 1.0}, "bucket_mb 1.0 has no effect"),
         ({"communication": "topk", "sync_every": 3}, "it applies to --communication local_sgd and diloco"),
-        ({"communication": "diloco", "diloco_keep": 0.1}, "it applies to --communication diloco with diloco_overlap"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(options, words):
