@@ -40,8 +40,8 @@ def row(field: str) -> tuple[str, str]:
     if field in names.ALWAYS:
         value, why = names.ALWAYS[field]
         return "always", f"{value} alone: {why}"
-    if field in names.TRANSLATIONS:
-        return "as", names.TRANSLATIONS[field][0]
+    if field in names.TRANSLATED:
+        return "as", names.TRANSLATED[field]["words"]
     if field in OWN_VALUES:
         return ("works" if OWN_VALUES[field].startswith("the same") else "as"), OWN_VALUES[field]
     if field in {o.name for o in options()}:
@@ -63,8 +63,8 @@ def page() -> str:
         [
             "# The Hugging Face Trainer's arguments here",
             "",
-            "Made by `python tools/trainer_names.py` from `course_lib/config/trainer_names.py`; a test holds it to the "
-            "code.",
+            "Made by `python tools/trainer_names.py` from `course_lib/config/trainer_names.yaml`; a test holds it to "
+            "the code.",
             "",
             f"Of the {len(table)} fields of `transformers.TrainingArguments` (version 5.23) {counts['works']} have the "
             f"same name and meaning, {counts['as']} are taken as another field or value, {counts['always']} are taken "

@@ -8,42 +8,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from course_lib.config import trainer_names
 from course_lib.config.run import Config, build, option, options
 from course_lib.errors import ConfigError, near, nearest
 
-# What the Hugging Face Trainer, Accelerate and common scripts call the same things.
-ALIASES = {
-    "per_device_train_batch_size": "batch_size",
-    "train_batch_size": "batch_size",
-    "per_device_eval_batch_size": "eval_batch_size",
-    "num_train_epochs": "num_epochs",
-    "epochs": "num_epochs",
-    "lr": "learning_rate",
-    "lr_scheduler_type": "lr_scheduler",
-    "optim_name": "optimizer",
-    "adam_eps": "adam_epsilon",
-    "model_id": "model",
-    "model_name": "model",
-    "model_name_or_path": "model",
-    "model_revision": "revision",
-    "data_path": "dataset",
-    "dataset_name": "dataset",
-    "dataset_config_name": "dataset_config",
-    "gradient_checkpointing": "activation_checkpointing",
-    "attn_implementation": "attention",
-    "dataloader_num_workers": "num_workers",
-    "dataloader_pin_memory": "pin_memory",
-    "max_seq_length": "max_length",
-    "block_size": "max_length",
-    "metric_for_best_model": "best_metric",
-    "load_best_model_at_end": "keep_best",
-    "max_eval_rows": "max_eval_samples",
-    "nproc_per_node": "num_processes",
-    "full_determinism": "deterministic",
-    "dataloader_drop_last": "drop_last",
-    "ddp_bucket_cap_mb": "bucket_mb",
-    "hub_private_repo": "hub_private",
+ALIASES = trainer_names.ALIASES
+
+# Fields of earlier versions, and the values that configs which they saved have where nobody asked for another.
+GONE: Mapping[str, Any] = {
+    "track_system": True,
+    "diloco_fragments": 1,
+    "diloco_overlap": 0,
+    "diloco_keep": 0.5,
+    "quantization_block": 256,
 }
 
 # Options of the Hugging Face Trainer whose values mean something else here.
@@ -160,8 +139,6 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: no such file, not UTF-8, not YAML, not a mapping, or an unknown key.
     """
-    import yaml
-
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -185,6 +162,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     sections: dict[str, Any] = {s.name: s.type for s in dataclasses.fields(Config)}
     flat: dict[str, Any] = {}
     for key, value in tree.items():
+        if isinstance(value, Mapping):
+            value = {leaf: inner for leaf, inner in value.items() if leaf not in GONE or inner != GONE[leaf]}
         # `model:` is a section and a leaf; a mapping makes it the section.
         if isinstance(value, Mapping) and key in sections:
             for leaf, inner in value.items():
@@ -209,8 +188,6 @@ def _keys(node: Any) -> Iterator[str]:
 
 def read_saved(path: Path) -> dict[str, Any]:
     """Leaf fields of a config that :func:`to_yaml` wrote, in this version or another: those that are known here."""
-    import yaml
-
     known = {field.name for field in options()}
     sections = yaml.safe_load(path.read_text(encoding="utf-8"))
     return {name: value for leaves in sections.values() for name, value in leaves.items() if name in known}
@@ -270,6 +247,4 @@ def _lay_over(leaves: dict[str, Any], later: Mapping[str, Any]) -> None:
 
 def to_yaml(config: Config) -> str:
     """The whole config as sectioned YAML that :func:`load` reads back to an equal one."""
-    import yaml
-
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)

@@ -20,7 +20,8 @@ def test_every_argument_is_known_and_the_page_says_how():
     assert len(FIELDS) == len(table) == 114
     assert {field for field, (kind, _) in table.items() if kind == "unknown"} == set()
     assert trainer_names.PAGE.read_text(encoding="utf-8") == trainer_names.page(), "run python tools/trainer_names.py"
-    mine = [*names.ABSENT, *names.ALWAYS, *names.TRANSLATIONS]
+    mine = [*names.ABSENT, *names.ALWAYS, *names.TRANSLATED]
+    mine.remove("deepspeed_config")  # of scripts that DeepSpeed's launcher starts
     assert len(mine) == len(set(mine)) and set(mine) <= set(FIELDS), "each is listed once, and is one of theirs"
     assert not ({*names.ABSENT, *names.ALWAYS} & {o.name for o in options()}), "no field of ours is refused"
 
@@ -105,15 +106,12 @@ REFUSED = [
     ({"lr_scheduler": "polynomial", "lr_scheduler_kwargs": '{"pwer": 2}'}, "takes no `pwer`: did you mean `power`"),
     ({"lr_scheduler": "cosine", "lr_scheduler_kwargs": "num_cycles=1"}, "is no JSON object: write it as"),
     ({"lr_scheduler": "warmup_stable_decay"}, "warmup_stable_decay needs num_decay_steps: give"),
-    ({"logging_strategy": "often"}, "`logging_strategy` cannot be 'often': choose from `no`, `epoch`, `steps`"),
+    ({"logging_strategy": "often"}, "logging_strategy often is not here: use no, epoch, steps"),
     ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy sequential is not here"),
     ({"eval_strategy": "no", "eval_delay": 3}, "eval_delay 3.0 has no effect: it applies to evaluations"),
     ({"report_to": "wandb", "tracker": "jsonl"}, "report_to wandb and tracker jsonl contradict each other: keep one"),
     ({"tracker": "jsonl", "report_to": "wandb"}, "report_to wandb and tracker jsonl contradict each other: keep one"),
     ({"logging_strategy": "epoch", "logging_steps": 5}, "epoch and logging_steps 5 contradict each other"),
-    ({"task": "regression"}, r"task regression is not here: there are classification \(one class per text\), causal"),
-    ({"task": "multi-label"}, "task multi-label is not here"),
-    ({"task": "token-classification"}, "task token-classification is not here"),
 ]
 
 
