@@ -91,5 +91,5 @@ class PipelineConfig(Strict):
     """Micro-batches that batch_size is cut into on its way through the pipeline; default: 2 per rank."""
     split_spec: str | None = None
     """Blocks to cut at, as in `transformer.h.5:end,transformer.h.8:beginning`; default: cut by split_by."""
-    split_by: Literal["flops", "parameters", "seconds", "blocks"] = "flops"
+    split_by: Literal["flops", "parameters", "blocks"] = "flops"
     """What to even out between the stages where there is no split_spec; `blocks`: as `course plan` counts."""

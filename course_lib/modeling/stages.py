@@ -39,7 +39,7 @@ class Split:
         units: ``embeddings``, the names of the blocks, ``head``.
         cuts: the first unit of each stage but the first, by number.
         costs: of each unit, in ``measure``; parameters where none were asked for.
-        measure: ``parameters``, ``flops`` or ``seconds``.
+        measure: ``parameters`` or ``flops``.
     """
 
     units: tuple[str, ...]
@@ -76,18 +76,15 @@ class Split:
         return "\n".join([*lines, f"the largest stage has {self.excess:.1%} more than the mean"])
 
 
-def split_evenly(
-    model: nn.Module, stages: int, by: str = "flops", length: int = 128, device: torch.device | None = None
-) -> Split:
+def split_evenly(model: nn.Module, stages: int, by: str = "flops", length: int = 128) -> Split:
     """Cut a model so that the dearest stage costs least; embeddings and head count too.
 
     Args:
         model: of transformers, with a head.
         stages: how many.
-        by: ``flops`` of a forward, ``parameters``, or ``seconds``, measured on the device, where ranks may differ; or
-            ``blocks``, of which each stage has as many as the planner gives it, whatever the ends cost.
-        length: tokens of the sequence that flops and seconds are found with, or as many as the model can place.
-        device: that the stages will run on; None for where the model is.
+        by: ``flops`` of a forward, ``parameters``, or ``blocks``, of which each stage has as many as the planner gives
+            it, whatever the ends cost.
+        length: tokens of the sequence that flops are counted with, or as many as the model can place.
     Raises:
         ConfigError: a model that cannot be cut, or not into so many stages.
     """
@@ -101,10 +98,8 @@ def split_evenly(
     elif by == "flops":
         front = [f"{prefix}.{name}" for name in (layout.embedding, *layout.added, *layout.front)]
         costs = balance.count_flops(model, front, names, length)
-    elif by == "seconds":
-        costs = balance.measure_seconds(model, names, length, device or next(model.parameters()).device)
     else:
-        raise ConfigError(f"cannot balance by `{by}`", "choose from flops, parameters, seconds, blocks")
+        raise ConfigError(f"cannot balance by `{by}`", "choose from flops, parameters, blocks")
     return Split((EMBEDDINGS, *names, HEAD), deal_out(costs, stages), tuple(costs), by)
 
 

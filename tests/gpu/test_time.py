@@ -243,56 +243,6 @@ def test_spans_of_a_pipeline_are_the_devices(gpus):
             assert span > 0.9 * took > 0.01
 
 
-def split_by_seconds(_):
-    """Kernels of the device that a measured split ran, its costs, and whether the model is where it was."""
-    import gpu_sim
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    from course_lib.modeling.stages import split_evenly
-
-    model = GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=64, n_positions=16)).eval()
-    where = {id(p): p.data_ptr() for p in model.parameters()}
-    before = gpu_sim.kernels()
-    split = split_evenly(model, 2, by="seconds", length=8, device=torch.device("cuda"))
-    return (
-        gpu_sim.kernels() - before,
-        split.costs,
-        {id(p): p.data_ptr() for p in model.parameters()} == where,
-        {p.device.type for p in model.parameters()},
-    )
-
-
-def test_a_split_by_seconds_is_measured_on_the_gpu_and_leaves_the_model_where_it_was(gpus):
-    kernels, costs, stays, devices = gpus.run(split_by_seconds, None, gpus=1, environment=SLOW)
-    assert kernels > 0 and stays and devices == {"cpu"}
-    assert len(costs) == 5 and min(costs) > 0
-    assert min(costs[1:-1]) > 20 * KERNEL, "of its kernels on the device, not of their launches"
-
-
-def trainer_of_unequal_ranks(_):
-    """The split of a pipeline whose ranks measure different seconds."""
-    import torch.distributed as dist
-
-    from course_lib.modeling import balance
-    from course_lib.training.run import build_trainer
-
-    def measured(model, blocks, length, device, tries=5):
-        units = len(blocks) + 2
-        return [10.0 if (unit == 0) == (dist.get_rank() == 0) else 1.0 for unit in range(units)]
-
-    balance.measure_seconds = measured
-    trainer = build_trainer(build(BASE | {"training_type": "pipeline", "split_by": "seconds"}))[0]
-    found = trainer.engine.split.costs, trainer.engine.split.cuts
-    trainer.engine.close()
-    return found
-
-
-def test_ranks_that_measure_differently_cut_alike(gpus):
-    first, second = gpus.run(on_two, trainer_of_unequal_ranks, gpus=2)
-    assert first == second and first[0][0] == 10.0
-
-
 def named(device_name, options):
     import torch
 

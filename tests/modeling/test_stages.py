@@ -1,7 +1,6 @@
 """Models cut into stages: chained, the stages compute what the model does, and each holds only its own."""
 
 import gc
-import itertools
 import weakref
 
 import pytest
@@ -11,7 +10,6 @@ from transformers import CONFIG_MAPPING, BertConfig, BertModel
 
 from course_lib.errors import ConfigError
 from course_lib.metering.meter import Meter
-from course_lib.modeling.balance import Clock
 from course_lib.modeling.dealing import deal_out
 from course_lib.modeling.stages import EMBEDDINGS, HEAD, cut, shared_weights, split_at, split_evenly
 from testing import tiny_architectures
@@ -177,7 +175,7 @@ def test_what_cannot_be_cut_says_why(model, message):
 def test_too_many_stages_and_an_unknown_measure():
     with pytest.raises(ConfigError, match="7 stages from 6 units: take from 1 to 6"):
         split_evenly(build("bert"), 7)
-    with pytest.raises(ConfigError, match="cannot balance by `luck`: choose from flops, parameters, seconds"):
+    with pytest.raises(ConfigError, match="cannot balance by `luck`: choose from flops, parameters, blocks"):
         split_evenly(build("bert"), 2, by="luck")
 
 
@@ -205,14 +203,3 @@ def test_parameters_count_a_tied_weight_where_it_is_held():
     model = build("gpt2 causal")
     costs = split_evenly(model, 2, by="parameters").costs
     assert sum(costs) == sum(parameter.numel() for parameter in model.parameters()) + model.lm_head.weight.numel()
-
-
-def test_seconds_are_measured_where_they_pass(monkeypatch):
-    """On a clock that goes on by a second each time that it is read, and by as many more as the third block takes."""
-    ticks, passed = itertools.count(1.0), itertools.count(1)
-    extra = [0.0]
-    monkeypatch.setattr(Clock, "stamp", lambda self, device=None: next(ticks) + extra[0])
-    model = build("gpt2 causal")
-    model.transformer.h[2].mlp.register_forward_pre_hook(lambda *_: extra.__setitem__(0, 100.0 * next(passed)))
-    split = split_evenly(model, 2, by="seconds", length=LENGTH)
-    assert split.costs[2 + 1] == 101 and {*split.costs[:3], *split.costs[4:]} == {1}

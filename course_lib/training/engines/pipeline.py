@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -115,8 +114,9 @@ class PipelineEngine(ShardedEngine):
             ConfigError: the model cannot be cut so.
         """
         pipeline, stages = self.config.pipeline, self.schedule.stages
+        self.split: Split
         if pipeline.split_spec:
-            self.split: Split = split_at(model, parse_spec(pipeline.split_spec))
+            self.split = split_at(model, parse_spec(pipeline.split_spec))
             if self.split.stages != stages:
                 raise ConfigError(
                     f"split_spec makes {self.split.stages} stages, and {self.schedule.name} has {stages} "
@@ -124,8 +124,7 @@ class PipelineEngine(ShardedEngine):
                     f"name {stages - 1} places to cut at",
                 )
         else:
-            evenly = split_evenly(model, stages, pipeline.split_by, self.config.data.max_length, self.device)
-            self.split = broadcast_object_list([evenly])[0]  # seconds are of each rank's own device
+            self.split = split_evenly(model, stages, pipeline.split_by, self.config.data.max_length)
         self.stored.keep_shell()
         super().split_layers(model)
         if self.stored.buffer_names:
