@@ -63,7 +63,7 @@ def page() -> str:
         [
             "# The Hugging Face Trainer's arguments here",
             "",
-            "Made by `python tools/trainer_names.py` from `course_lib/config/trainer_names.yaml`; a test holds it to "
+            "Made by `python tools/trainer_names.py` from `course_lib/config/trainer_names.json`; a test holds it to "
             "the code.",
             "",
             f"Of the {len(table)} fields of `transformers.TrainingArguments` (version 5.23) {counts['works']} have the "

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from course_lib.config import trainer_names
 from course_lib.config.run import Config, build, option, options
 from course_lib.errors import ConfigError, near, nearest
@@ -139,6 +137,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: no such file, not UTF-8, not YAML, not a mapping, or an unknown key.
     """
+    import yaml
+
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -188,6 +188,8 @@ def _keys(node: Any) -> Iterator[str]:
 
 def read_saved(path: Path) -> dict[str, Any]:
     """Leaf fields of a config that :func:`to_yaml` wrote, in this version or another: those that are known here."""
+    import yaml
+
     known = {field.name for field in options()}
     sections = yaml.safe_load(path.read_text(encoding="utf-8"))
     return {name: value for leaves in sections.values() for name, value in leaves.items() if name in known}
@@ -247,4 +249,6 @@ def _lay_over(leaves: dict[str, Any], later: Mapping[str, Any]) -> None:
 
 def to_yaml(config: Config) -> str:
     """The whole config as sectioned YAML that :func:`load` reads back to an equal one."""
+    import yaml
+
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)

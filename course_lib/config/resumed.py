@@ -1,7 +1,8 @@
 """Options of a resumed run: each may change, has to be as it was, or does not bear on the training."""
 
 from collections.abc import Mapping
-from pathlib import Path, PurePath
+from importlib import resources
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import yaml
@@ -31,9 +32,8 @@ class Rule(NamedTuple):
     fields: list[str]
 
 
-RULES = tuple(
-    Rule(**rule) for rule in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).values()
-)
+_HELD = resources.files("course_lib.config").joinpath("resumed.yaml").read_text(encoding="utf-8")
+RULES = tuple(Rule(**rule) for rule in yaml.safe_load(_HELD).values())
 """Every field of a config stands in one of them."""
 APPLIED, LOOKED, JUDGING, BATCH, ROWS, MODEL, ADAPTER, SAME, ELSEWHERE = RULES
 

@@ -1,23 +1,25 @@
-"""Arguments by the names and values of the Hugging Face Trainer; which these are says ``trainer_names.yaml``."""
+"""Arguments by the names and values of the Hugging Face Trainer; which these are says ``trainer_names.json``.
+
+Together with the names that are the same here they are all fields of ``transformers.TrainingArguments``, version 5.23;
+``docs/trainer-names.md`` is made from them.
+"""
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
+from importlib import resources
 from typing import Any
-
-import yaml
 
 from course_lib.errors import ConfigError
 
-NAMED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+NAMED = json.loads(resources.files("course_lib.config").joinpath("trainer_names.json").read_text(encoding="utf-8"))
 ALIASES: dict[str, str] = NAMED["aliases"]
-"""Names of fields in other libraries."""
+"""What the Hugging Face Trainer, Accelerate and common scripts call fields."""
 TRANSLATED: dict[str, dict[str, Any]] = NAMED["translated"]
-"""Arguments whose values are written otherwise here."""
+"""Arguments whose values are written otherwise here: in words, and as fields; a value that is not listed is refused."""
 ALWAYS: dict[str, list[str]] = NAMED["always"]
 """Of some arguments the one value that holds here, and what there is instead of another."""
 ABSENT: dict[str, str] = NAMED["absent"]
-"""Arguments without a counterpart, and what to do instead."""
+"""Arguments without a counterpart, and what to do instead; DeepSpeed's launcher starts scripts with the last."""
 NAMES = (*TRANSLATED, *ALWAYS, *ABSENT, "hub_model_id", "greater_is_better")
 """Every name that this module answers to."""
 FLAGS = {"true": "true", "yes": "true", "1": "true"} | dict.fromkeys(("false", "no", "0", "none", "null", ""), "false")

@@ -31,7 +31,7 @@ WAYS = {
     "topk": {"communication": "topk", "topk_density": 0.05},
     "powersgd": {"communication": "powersgd", "powersgd_rank": 2},
     "int8": {"communication": "int8"},
-    "int4": {"communication": "int4", "quantization_block": 64},
+    "int4": {"communication": "int4"},
     "local_sgd at 1": {"communication": "local_sgd", "sync_every": 1},
     "local_sgd": {"communication": "local_sgd", "sync_every": 4},
     "diloco at 1": {"communication": "diloco", "sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
