@@ -171,7 +171,7 @@ dist.destroy_process_group()
 
 def test_another_room_is_refused_there():
     done = imports(rooms=("modeling",))
-    assert done.returncode == 1 and "ModuleNotFoundError: No module named 'transformers'" in done.stderr
+    assert done.returncode == 1 and "ModuleNotFoundError: No module named 'safetensors'" in done.stderr
 
 
 # --- nothing of a library is replaced unlisted

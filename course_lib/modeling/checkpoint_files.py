@@ -1,10 +1,11 @@
 """Looks at a model's folder before anything is loaded, and says what it is where it is no whole model."""
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from course_lib.errors import ModelError
 
@@ -15,41 +16,11 @@ POINTER = b"version https://git-lfs.github.com/spec/"
 SMALL = 1024
 """Bytes that no such file reaches."""
 
-TRAINING_STATE = (
-    (
-        re.compile(r"global_step\d+|(zero_pp_rank|mp_rank)_.*\.pt"),
-        "the sharded training state of DeepSpeed",
-        "make whole weights of it with the script that lies beside it: python zero_to_fp32.py . OUT "
-        "--safe_serialization; then add config.json and the tokenizer",
-    ),
-    (
-        re.compile(r"pytorch_model_fsdp_\d+|__\d+_\d+\.distcp"),
-        "the sharded training state of FSDP",
-        "make whole weights of it with `accelerate merge-weights DIR OUT`, DIR with the .distcp files; then add "
-        "config.json and the tokenizer",
-    ),
-    (
-        re.compile(r"(pipeline_parallel|tensor_parallel)?iter_\d{7}|latest_checkpointed_iteration\.txt"),
-        "a checkpoint of Megatron-LM",
-        "convert it to Hugging Face form with the tools of Megatron Bridge",
-    ),
+WHOLE_WEIGHTS = (
+    "give a folder that save_pretrained wrote; sharded training state is made whole by DeepSpeed's zero_to_fp32.py or "
+    "by `accelerate merge-weights`, and other forms (GGUF, ONNX, a pickle of one's own) by loading them in Python"
 )
-"""What trainers leave, by the names of their files and folders, and how a whole model is made of it."""
-
-OTHER_FORMS = {
-    ".gguf": (
-        "GGUF, llama.cpp's form",
-        "take the model that it was made from, or AutoModelForCausalLM.from_pretrained("
-        "DIR, gguf_file=FILE).save_pretrained(OUT)",
-    ),
-    ".h5": ("TensorFlow's form", "take a revision with model.safetensors"),
-    ".msgpack": ("Flax's form", "take a revision with model.safetensors"),
-    ".onnx": ("ONNX, for inference alone", "take the model that it was exported from"),
-    ".pt": ("a pickle of torch", "load it into the model in Python, and call save_pretrained(OUT)"),
-    ".pth": ("a pickle of torch", "load it into the model in Python, and call save_pretrained(OUT)"),
-    ".ckpt": ("a pickle of torch", "load it into the model in Python, and call save_pretrained(OUT)"),
-}
-"""Weights in forms that are not read here, by the end of a file's name, and what to do."""
+"""What to do where a folder's weights are in no form that is read here."""
 
 
 def check(folder: Path) -> list[Path]:
@@ -77,40 +48,18 @@ def check(folder: Path) -> list[Path]:
         )
     if "config.json" not in names and (folder / "model" / "config.json").is_file():
         raise ModelError(f"{folder} is a run's folder", f"give the model in it, {folder / 'model'}")
-    if not whole:
-        _refuse_other_forms(folder, names)
     if "config.json" not in names:
-        raise ModelError(
-            f"{folder} has no config.json, so it is not a model in Hugging Face form",
-            "give the folder that save_pretrained wrote",
-        )
+        raise ModelError(f"{folder} has no config.json, so it is not a model in Hugging Face form", WHOLE_WEIGHTS)
     refuse_quantized(_config(folder).get("quantization_config"), str(folder))
     if not whole:
-        shards = [name for name in names if re.search(r"-\d+-of-\d+\.(safetensors|bin)$", name)]
         raise ModelError(
-            f"the weights of `{folder}` cannot be loaded: "
-            + (
-                f"{shards[0]} is a shard, and model.safetensors.index.json, which lists them, is missing"
-                if shards
-                else "it has neither model.safetensors nor shards of it"
-            ),
-            "copy or download the whole folder",
+            f"the weights of `{folder}` cannot be loaded: it has neither model.safetensors nor shards with their index",
+            WHOLE_WEIGHTS,
         )
     files = _weights(folder, whole[0])
     for file in files:
         _check_length(file, folder)
     return files
-
-
-def local_file(path: Path) -> ModelError:
-    """Error for a file that was given in place of a folder."""
-    form, instead = OTHER_FORMS.get(path.suffix, ("", ""))
-    if form:
-        return ModelError(f"{path} is {form}, which is not read here", instead)
-    return ModelError(
-        f"model folder {path} is a file",
-        "give the folder with config.json, the weights and the tokenizer, which save_pretrained writes",
-    )
 
 
 def refuse_quantized(quantization: Any, name: str) -> None:
@@ -158,8 +107,6 @@ def refuse_not_finite(tensors: Iterable[tuple[str, Any]], name: str) -> None:
 
 def check_finite(files: Iterable[Path]) -> None:
     """:func:`refuse_not_finite` for those files of weights that are safetensors; their tensors are read one by one."""
-    from safetensors import safe_open
-
     for file in (file for file in files if file.suffix == ".safetensors"):
         with safe_open(str(file), framework="pt") as tensors:
             refuse_not_finite(((key, tensors.get_tensor(key)) for key in tensors.keys()), str(file))  # noqa: SIM118
@@ -214,19 +161,6 @@ def adapter(name: str, base: str | None, beside: str = "", is_lora: bool = False
     )
 
 
-def _refuse_other_forms(folder: Path, names: list[str]) -> None:
-    inside = [*names, *(path.name for name in names if (folder / name).is_dir() for path in (folder / name).iterdir())]
-    for pattern, what, instead in TRAINING_STATE:
-        if file := next((name for name in inside if pattern.fullmatch(name)), None):
-            raise ModelError(f"{folder} holds {what} ({file}), and no whole model", instead)
-    for name in names:
-        if Path(name).suffix in OTHER_FORMS:
-            form, instead = OTHER_FORMS[Path(name).suffix]
-            raise ModelError(
-                f"the weights of `{folder}` cannot be loaded: {name} is {form}, which is not read here", instead
-            )
-
-
 def _config(folder: Path) -> dict[str, Any]:
     """What config.json says."""
     mend = "copy or download it again"
@@ -263,22 +197,13 @@ def _weights(folder: Path, first: str) -> list[Path]:
 
 
 def _check_length(file: Path, folder: Path) -> None:
-    """See that a file of safetensors is as long as its own header says."""
-    size, damaged = file.stat().st_size, f"the weights of `{folder}` are damaged or cut short ({file.name} "
-    if not size:
-        raise ModelError(f"{damaged}is empty)", "copy or download it again")
+    """See that a file of safetensors has a header, and is as long as that says."""
     if file.suffix != ".safetensors":
         return
-    with file.open("rb") as opened:
-        head = int.from_bytes(opened.read(8), "little")
-        if head > size:
-            raise ModelError(
-                f"{damaged}does not begin as safetensors do, or ends in its header)", "copy or download it again"
-            )
-        try:
-            entries = json.loads(opened.read(head))
-        except ValueError:
-            raise ModelError(f"{damaged}has no header of safetensors)", "copy or download it again") from None
-    end = max((entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"), default=0)
-    if 8 + head + end != size:
-        raise ModelError(f"{damaged}has {size} of {8 + head + end} bytes)", "copy or download it again")
+    try:
+        with safe_open(str(file), framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise ModelError(
+            f"the weights of `{folder}` are damaged or cut short ({file.name}: {error})", "copy or download it again"
+        ) from None

@@ -289,20 +289,11 @@ def _read_tokenizer(origin: Origin) -> PreTrainedTokenizerBase:
 def _read_model(
     origin: Origin, auto: Any, architecture: PreTrainedConfig, attention: str
 ) -> tuple[PreTrainedModel, list[str]]:
-    """A model with its pretrained weights, and the names of the modules of its head whose weights are new.
-
-    Weights whose names differ by what a wrapper put before them, or that are stored under the name of what they are
-    tied to, are loaded under their own.
-    """
+    """A model with its pretrained weights, and the names of the modules of its head whose weights are new."""
     name = origin.path
     checkpoint_files.refuse_quantized(getattr(architecture, "quantization_config", None), name)
-    random = torch.get_rng_state()
-    model, report = _from_pretrained(origin, auto, architecture, attention, {})
+    model, report = _from_pretrained(origin, auto, architecture, attention)
     missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
-    if renamed := weight_names.own_names(missing, unexpected, model.base_model_prefix, _tied_names(architecture)):
-        torch.set_rng_state(random)  # a new head depends on the seed alone
-        model, report = _from_pretrained(origin, auto, architecture, attention, renamed)
-        missing, unexpected = set(report["missing_keys"]), set(report["unexpected_keys"])
     if problem := weight_names.misfit(missing, unexpected, report["mismatched_keys"], model.base_model_prefix):
         raise ModelError(f"the weights of `{name}` do not fit its config.json: {problem[0]}", problem[1])
     new = {*missing, *(key for key, *_ in report["mismatched_keys"])}
@@ -311,9 +302,9 @@ def _read_model(
 
 
 def _from_pretrained(
-    origin: Origin, auto: Any, architecture: PreTrainedConfig, attention: str, renamed: dict[str, str]
+    origin: Origin, auto: Any, architecture: PreTrainedConfig, attention: str
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """What transformers loads, and its report; ``renamed``: what to put in the place of patterns in names of weights.
+    """What transformers loads, and its report.
 
     Raises:
         ModelError: the files cannot be read, or the model has no such attention.
@@ -328,7 +319,6 @@ def _from_pretrained(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             trust_remote_code=False,
-            key_mapping=renamed or None,
             **origin.options,
         )
     except (SafetensorError, EOFError) as error:
@@ -343,17 +333,6 @@ def _from_pretrained(
             f"the weights of `{name}` cannot be loaded ({_first_line(error)})",
             "they have to be whole, in model.safetensors or in shards",
         ) from error
-
-
-def _tied_names(architecture: PreTrainedConfig) -> dict[str, str]:
-    """Names under which heads of the architecture store what they are tied to, with that one's own name."""
-    if not getattr(architecture.get_text_config(), "tie_word_embeddings", False):
-        return {}
-    tied: dict[str, str] = {}
-    for _, classes in HEADS.values():
-        if type(architecture) in classes:
-            tied |= getattr(classes[type(architecture)], "_tied_weights_keys", None) or {}
-    return tied
 
 
 def _implementation(attention: str) -> str | None:

@@ -65,7 +65,10 @@ def local(folder: str | Path) -> Origin:
     """
     path = Path(folder).expanduser()
     if path.exists() and not path.is_dir():
-        raise checkpoint_files.local_file(path)
+        raise ModelError(
+            f"model folder {folder} is a file",
+            "give the folder with config.json, the weights and the tokenizer, which save_pretrained writes",
+        )
     if not path.exists():
         raise ModelError(
             f"model folder {folder} does not exist",
