@@ -28,7 +28,7 @@ from course_lib.training.ranks import Ranks
 
 
 class ShardedState(StoredState):
-    """Writes and reads this rank's shards; an engine's subclass gives ``own_shards`` and ``refresh``.
+    """Writes and reads this rank's shards; an engine's subclass gives ``own_shards``, and ``refresh`` where it has to.
 
     Args:
         ranks: of the run.
@@ -98,8 +98,10 @@ class ShardedState(StoredState):
         return [(part, parameters), (self.experts.place, spread)]
 
     def refresh(self) -> None:
-        """Bring the new contents of the shards to where forward pass and optimizer read them. A collective call."""
-        raise NotImplementedError
+        """Bring the new contents of the shards to where forward pass and optimizer read them. A collective call.
+
+        Nothing to do where the next forward reads, or gathers, what stands in the shards.
+        """
 
     def stored(self, shards: Mapping[str, Shard], keep_shape: bool = False) -> Mapping[str, Shard]:
         """Of some shards, by ``name`` or ``name/state``, those that this rank stores."""
@@ -269,6 +271,15 @@ class ShardedState(StoredState):
             owner.state[parameter][state] = value
             room[key] = self.state_shard(shard, value)
         return room
+
+
+class SplitState(ShardedState):
+    """State of a rank that computes with all it has: whole models, or whole shards of split layers, and own experts."""
+
+    holds_shards = False
+
+    def own_shards(self) -> dict[str, Shard]:
+        return whole_shards(self.model)
 
 
 def whole_shards(module: nn.Module) -> dict[str, Shard]:

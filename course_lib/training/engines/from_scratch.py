@@ -13,9 +13,9 @@ from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.sharding import Shard
 from course_lib.parallel.zero import OverlappedZero1, Zero2
 from course_lib.parallel.zero3 import Zero3
-from course_lib.training.checkpoints.sharded_state import ShardedState, whole_shards
+from course_lib.training.checkpoints.sharded_state import ShardedState, SplitState
 from course_lib.training.checkpoints.stored_state import StoredState
-from course_lib.training.engines.sharded import ShardedEngine, gradients_of
+from course_lib.training.engines.sharded import ShardedEngine, WholeGradients, gradients_of
 
 
 class ScratchState(ShardedState):
@@ -26,18 +26,6 @@ class ScratchState(ShardedState):
 
     def refresh(self) -> None:
         self.wrapped.refresh()
-
-
-class SplitState(ShardedState):
-    """State of a rank that has whole shards of split layers, and its own experts."""
-
-    holds_shards = False
-
-    def own_shards(self) -> dict[str, Shard]:
-        return whole_shards(self.model)
-
-    def refresh(self) -> None:
-        pass  # the next forward reads what stands in the shards
 
 
 class Scratch(ShardedEngine):
@@ -63,10 +51,9 @@ class Scratch(ShardedEngine):
         self.wrapped.zero_grad()
 
 
-class ScratchDDP(Scratch):
+class ScratchDDP(WholeGradients, Scratch):
     """The course's DDP: every rank has the whole gradient, except for layers and experts that ranks share."""
 
-    by_ddp = True
     hook: Callable[[Bucket], ReductionHandle] = staticmethod(sum_gradients)
     """What sums a bucket of gradients."""
 
@@ -84,22 +71,6 @@ class ScratchDDP(Scratch):
             find_unused_parameters=self.finds_unused,
             communication_hook=self.hook,
         )
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        if self.tensor is not None:
-            return self.clip_together(self.gradients(), max_norm)
-        if self.experts is not None:
-            return self.clip_with_experts(self.experts, self.gradients(), max_norm)
-        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-
-    def update(self) -> None:
-        self.optimizer.step()
-
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
 
 
 class ScratchZero(Scratch):

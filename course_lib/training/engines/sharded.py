@@ -106,6 +106,29 @@ class ShardedEngine(StepEngine):
         return told
 
 
+class WholeGradients(ShardedEngine):
+    """Every rank has the whole gradient of what it computes with, as DDP leaves it, and the optimizer updates that."""
+
+    by_ddp = True
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """This rank's gradients after a backward, by name."""
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        if self.tensor is not None:
+            return self.clip_together(self.gradients(), max_norm)
+        if self.experts is not None:
+            return self.clip_with_experts(self.experts, self.gradients(), max_norm)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
 def gradients_of(zero: Zero1) -> dict[str, torch.Tensor]:
     """The gradients of this rank's shards, by the parameter's name, once they are reduced."""
     zero.reduce()

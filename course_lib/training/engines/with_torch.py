@@ -18,33 +18,24 @@ from course_lib.errors import ConfigError
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.sharding import Shard, local
 from course_lib.parallel.torch_engines.fsdp import hybrid_mesh, shard_with_torch, shards
-from course_lib.training.checkpoints.sharded_state import ShardedState, whole_shards
+from course_lib.training.checkpoints.sharded_state import ShardedState, SplitState
 from course_lib.training.engines.accelerate_ddp import ddp_options
-from course_lib.training.engines.sharded import ShardedEngine
+from course_lib.training.engines.sharded import ShardedEngine, WholeGradients
 from course_lib.training.unwrapping import take_back_forward
 
 
-class DealtOutState(ShardedState):
+class DealtOutState(SplitState):
     """State of an optimizer that has whole parameters of its own; all ranks have all parameters and gradients."""
-
-    holds_shards = False
-
-    def refresh(self) -> None:
-        pass  # the next forward reads what stands in the shards
-
-    def own_shards(self) -> dict[str, Shard]:
-        return whole_shards(self.model)
 
     @property
     def state_owner(self) -> Optimizer:
         return self.optimizer.optim  # type: ignore[attr-defined]
 
 
-class TorchZero1(ShardedEngine):
+class TorchZero1(WholeGradients):
     """DDP, and an optimizer that keeps the state of its share of the parameters (whole tensors, dealt out)."""
 
     stored_class = DealtOutState
-    by_ddp = True
     optimizer: ZeroRedundancyOptimizer
 
     @classmethod
@@ -79,19 +70,6 @@ class TorchZero1(ShardedEngine):
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         (loss * self.ranks.gradient_ranks).backward()  # DDP takes the mean over the ranks
 
-    def clip(self, max_norm: float) -> torch.Tensor:
-        if self.tensor is not None:
-            return self.clip_together(
-                {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}, max_norm
-            )
-        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-
-    def update(self) -> None:
-        self.optimizer.step()
-
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
-
 
 def leave_out_fused_sgd(optimizer: Optimizer) -> None:
     """Let SGD step by torch's other kernels: its fused one does not know the DTensors of FSDP2, as AdamW's does."""
@@ -102,9 +80,6 @@ def leave_out_fused_sgd(optimizer: Optimizer) -> None:
 
 class DTensorState(ShardedState):
     """State in DTensors, of which a rank has a run of rows."""
-
-    def refresh(self) -> None:
-        pass  # the next forward gathers what stands in the shards
 
     def own_shards(self) -> dict[str, Shard]:
         return shards(self.model)
