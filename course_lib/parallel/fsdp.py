@@ -13,12 +13,8 @@ parameter. When to gather and to free is :mod:`course_lib.parallel.sharded_modul
 """
 
 import itertools
-from collections.abc import Collection
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from course_lib.parallel.sharded_module import ShardedModule
 from course_lib.parallel.sharded_unit import ShardedUnit
@@ -62,28 +58,3 @@ class FullyShardedDataParallel(ShardedModule):
 
     strategy = "fsdp"
     unit_type = FlatParamGroup
-
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        *,
-        units: Collection[nn.Module] | None = None,
-        group: dist.ProcessGroup | None = None,
-        reshard_after_forward: bool = True,
-        prefetch: bool = True,
-        param_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        filled_later: bool = False,
-    ):
-        super().__init__(
-            module,
-            optimizer,
-            units=units,
-            group=group,
-            reshard_after_forward=reshard_after_forward,
-            prefetch=prefetch,
-            param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
-            filled_later=filled_later,
-        )

@@ -106,12 +106,12 @@ class ShardedModule(nn.Module):
         module: nn.Module,
         optimizer: Optimizer,
         *,
-        units: Collection[nn.Module] | None,
-        group: dist.ProcessGroup | None,
-        reshard_after_forward: bool,
-        prefetch: bool,
-        param_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
+        units: Collection[nn.Module] | None = None,
+        group: dist.ProcessGroup | None = None,
+        reshard_after_forward: bool = True,
+        prefetch: bool = True,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
         filled_later: bool = False,
     ):
         super().__init__()

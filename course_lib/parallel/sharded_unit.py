@@ -69,7 +69,7 @@ class ShardedUnit:
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         keep_after_forward: bool,
-        filled_later: bool = False,
+        filled_later: bool,
     ):
         self.module, self.group, self.keep_after_forward = module, group, keep_after_forward
         self.trainable = parameters[0].requires_grad

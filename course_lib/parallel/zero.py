@@ -253,16 +253,8 @@ class Zero2(Zero1):
 
     stage = 2
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        *,
-        group: dist.ProcessGroup | None = None,
-        groups: Mapping[nn.Parameter, dist.ProcessGroup] | None = None,
-        bucket_bytes: int = 25 * 2**20,
-    ):
-        super().__init__(module, optimizer, group=group, groups=groups, bucket_bytes=bucket_bytes)
+    def __init__(self, module: nn.Module, optimizer: Optimizer, **options: Any):
+        super().__init__(module, optimizer, **options)
         self._next: int | None = None  # the bucket to be sent next, while a backward runs
         # After accumulation, since the hook takes `.grad` away: with a hook on the tensor it would not be there yet.
         for bucket in self.buckets:

@@ -32,30 +32,20 @@ class PerParamUnit(ShardedUnit):
     one after the other, N c_j elements each.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: list[nn.Parameter],
-        group: dist.ProcessGroup | None,
-        param_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-        keep_after_forward: bool,
-        filled_later: bool,
-    ):
-        world = dist.get_world_size(group)
-        # Before `__init__` of the base class, which asks `lay_out`. c_j is rounded up: the last ranks' may be short.
-        chunks = [padded(parameter.numel(), world) // world for parameter in parameters]
-        self.param_columns = [(sum(chunks[:j]), chunk) for j, chunk in enumerate(chunks)]  # o_j, c_j
-        self.arrived: Tensor | None = None  # (N, L), while it travels
-        super().__init__(module, parameters, group, param_dtype, reduce_dtype, keep_after_forward, filled_later)
+    param_columns: list[tuple[int, int]]
+    """Of each parameter o_j and c_j."""
+    arrived: Tensor | None = None
+    """(N, L), while it travels."""
 
     def shard_dtype(self, own_dtype: torch.dtype) -> torch.dtype:
         # Masters, for steps too small for a low precision; frozen parameters make none.
         return own_dtype if own_dtype.itemsize >= 4 or not self.trainable else torch.float32
 
     def lay_out(self, parameters: list[nn.Parameter]) -> tuple[int, list[int]]:
-        starts = [self.world * offset for offset, _ in self.param_columns]
-        return self.world * sum(chunk for _, chunk in self.param_columns), starts
+        # c_j is rounded up: the last ranks' may be short.
+        chunks = [padded(parameter.numel(), self.world) // self.world for parameter in parameters]
+        self.param_columns = [(sum(chunks[:j]), chunk) for j, chunk in enumerate(chunks)]
+        return self.world * sum(chunks), [self.world * offset for offset, _ in self.param_columns]
 
     def local_part(self, whole: Tensor) -> Tensor:
         return self.in_rows(whole)[self.rank].clone()  # (E,) -> (N, L) -> (L,); a copy, or the whole would stay alive
@@ -120,14 +110,4 @@ class Zero3(ShardedModule):
         dtypes = {parameter.dtype for parameter in module.parameters()}
         if param_dtype is None and len(dtypes) == 1 and min(dtype.itemsize for dtype in dtypes) < 4:
             (param_dtype,) = dtypes
-        super().__init__(
-            module,
-            optimizer,
-            units=None,
-            group=group,
-            reshard_after_forward=True,
-            prefetch=True,
-            param_dtype=param_dtype,
-            reduce_dtype=None,
-            filled_later=filled_later,
-        )
+        super().__init__(module, optimizer, group=group, param_dtype=param_dtype, filled_later=filled_later)

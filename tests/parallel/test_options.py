@@ -4,7 +4,8 @@ An option is a parameter with a default of a public function, method or class in
 a call outside tests/ passes it, by name or by position. Calls are read from the source, not run:
 
 - of a function or class: ``f(…)`` where it is imported or defined, ``module.f(…)`` where its module is imported; of a
-  class also ``super().__init__(…)`` in a subclass and ``cls(…)`` in itself;
+  class also ``super().__init__(…)`` in a subclass and ``cls(…)`` in itself, and calls of a subclass without a
+  constructor of its own;
 - of a method: ``anything.method(…)``;
 - ``functools.partial(f, …)`` is a call of ``f``.
 """
@@ -13,7 +14,7 @@ import ast
 import inspect
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -160,6 +161,23 @@ def constructions(node: ast.ClassDef, module: str, meaning: dict[str, str]) -> I
                     yield called(target, call.args, call.keywords)
 
 
+def without_constructor(tree: ast.Module, module: str) -> dict[str, str]:
+    """By a class that has no constructor of its own, that whose it is."""
+    imported = {
+        alias.name: f"{node.module}.{alias.name}"
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    return {
+        f"{module}.{node.name}": imported[base.id]
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and "__init__" not in {getattr(part, "name", "") for part in node.body}
+        for base in node.bases
+        if isinstance(base, ast.Name) and base.id in imported
+    }
+
+
 # --- both ---
 
 
@@ -197,12 +215,13 @@ def code_of(cell: dict) -> str:
 
 
 def test_every_option_has_a_user():
-    options = [
-        option
-        for path in sorted(TEXTBOOK.rglob("*.py"))
-        for option in options_of_module(ast.parse(path.read_text(encoding="utf-8")), module_name(path))
-    ]
+    trees = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(TEXTBOOK.rglob("*.py"))}
+    options = [option for name, tree in trees.items() for option in options_of_module(tree, name)]
     calls = [call for name, text in users() for call in calls_of_module(ast.parse(text), name)]
+    inherited = {
+        name: base for module, tree in trees.items() for name, base in without_constructor(tree, module).items()
+    }
+    calls += [replace(call, target=inherited[call.target]) for call in calls if call.target in inherited]
     assert len(options) > 100 and len(calls) > 10_000
     assert unused(options, calls) == [f"collectives.{option}" for option in LIKE_TORCHS]
 
