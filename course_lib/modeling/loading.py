@@ -116,18 +116,17 @@ def load(
     return loaded
 
 
-def load_trained(folder: str | Path, task: str, *, attention: str = "auto") -> LoadedModel:
+def load_trained(folder: str | Path, task: str) -> LoadedModel:
     """A model that a run left in Hugging Face form, with its own head and labels.
 
     Args:
         folder: holds config.json, weights and a tokenizer.
         task: `classification`, `causal_lm` or `masked_lm`; the model must have been trained for it.
-        attention: implementation, `auto`, `sdpa` or `eager`.
     Raises:
         ModelError: no such folder, or the model in it is damaged or not trained for the task.
     """
     if lora_files.is_adapter(Path(folder)):
-        return _load_adapted(Path(folder), task, attention)
+        return _load_adapted(Path(folder), task)
     origin = model_sources.local(folder)
     with torch.random.fork_rng(devices=[]), _quiet():
         architecture = _read_config(origin)
@@ -138,7 +137,7 @@ def load_trained(folder: str | Path, task: str, *, attention: str = "auto") -> L
                 f"{folder} holds {name}, which is not trained for the task {task}",
                 "give the model folder of a run with that task",
             )
-        model, new = _read_model(origin, auto, architecture, attention)
+        model, new = _read_model(origin, auto, architecture, "auto")
         if new:
             raise ModelError(f"{folder}: the weights lack {', '.join(new)}", "give the folder of a finished run")
         return _fit(model, _read_tokenizer(origin), f"trained model in {folder}")
@@ -188,7 +187,7 @@ def _locate_base(folder: Path) -> Origin:
         ) from None
 
 
-def _load_adapted(folder: Path, task: str, attention: str) -> LoadedModel:
+def _load_adapted(folder: Path, task: str) -> LoadedModel:
     """An adapter's base model, and the adapter beside its layers."""
     base, _, packed = lora_files.base_of(folder)
     origin = _locate_base(folder)
@@ -202,7 +201,7 @@ def _load_adapted(folder: Path, task: str, attention: str) -> LoadedModel:
                 f"{folder} is an adapter of {base}, which has no head for the task {task}",
                 "give the folder of a run with that task",
             )
-        model, new = _read_model(origin, auto, architecture, attention)
+        model, new = _read_model(origin, auto, architecture, "auto")
         if packed:
             nf4.quantize_linear(model, lora.linear_layers(model))
         lora_files.load_adapter(model, folder)

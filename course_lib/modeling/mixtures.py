@@ -11,7 +11,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, 
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock, OlmoeTopKRouter
 
 from course_lib.errors import ModelError
-from course_lib.parallel.expert_router import Scoring, TopKRouter
+from course_lib.parallel.expert_router import TopKRouter
 from course_lib.parallel.experts import Experts, MoELayer, keep_own_experts
 from course_lib.parallel.tp_collectives import Group
 
@@ -19,13 +19,7 @@ BLOCKS = (OlmoeSparseMoeBlock, MixtralSparseMoeBlock)
 ROUTERS = (OlmoeTopKRouter, MixtralTopKRouter)
 
 
-def spread_experts(
-    model: PreTrainedModel,
-    group: Group = None,
-    capacity_factor: float | None = None,
-    scoring: Scoring = "before",
-    with_bias: bool = False,
-) -> list[MoELayer]:
+def spread_experts(model: PreTrainedModel, group: Group = None) -> list[MoELayer]:
     """Replace each block of experts of an OLMoE or Mixtral model by :class:`MoELayer`, with the same weights, in place.
 
     Names of parameters stay as they are; of the experts each rank keeps its own N-th along the first dimension.
@@ -33,9 +27,6 @@ def spread_experts(
     Args:
         model: with all experts, the same on every rank.
         group: ranks that share the experts.
-        capacity_factor: None drops no token, as transformers does.
-        scoring: ``before`` is transformers' way.
-        with_bias: a bias for the choice, which `TopKRouter.move_bias` moves: for training without an auxiliary loss.
     Returns:
         The layers, in the model's order.
     Raises:
@@ -50,7 +41,7 @@ def spread_experts(
     layers = []
     for name, block in list(model.named_modules()):
         if isinstance(block, BLOCKS):
-            layers.append(_own(block, model.config, group, capacity_factor, scoring, with_bias))
+            layers.append(_own(block, model.config, group))
             model.set_submodule(name, layers[-1])
     if not layers:
         raise ModelError(
@@ -59,17 +50,15 @@ def spread_experts(
     return layers
 
 
-def _own(
-    block: Any, config: Any, group: Group, capacity_factor: float | None, scoring: Scoring, with_bias: bool
-) -> MoELayer:
+def _own(block: Any, config: Any, group: Group) -> MoELayer:
     theirs, router = block.experts, block.gate
     experts, width = router.weight.shape
     normalized = isinstance(router, MixtralTopKRouter) or router.norm_topk_prob
-    ours = TopKRouter(width, experts, router.top_k, scoring, normalized, with_bias=with_bias).to(router.weight.device)
+    ours = TopKRouter(width, experts, router.top_k, normalized=normalized).to(router.weight.device)
     ours.weight = router.weight
     own = Experts(1, 1, 1, activation=ACT2FN[config.hidden_act])
     own.gate_up_proj, own.down_proj = theirs.gate_up_proj, theirs.down_proj
-    return MoELayer(ours, keep_own_experts(own, group), group, capacity_factor, shared=None).train(block.training)
+    return MoELayer(ours, keep_own_experts(own, group), group, shared=None).train(block.training)
 
 
 def routers_of(model: nn.Module) -> dict[str, nn.Module]:

@@ -79,16 +79,14 @@ def build_empty(auto: Any, architecture: Any, **options: Any) -> nn.Module:
     return model
 
 
-def fill(shards: Mapping[str, Shard], weights: SlicedWeights, other_names: Mapping[str, str] | None = None) -> None:
+def fill(shards: Mapping[str, Shard], weights: SlicedWeights) -> None:
     """Read this rank's shards, one after another, each into its place.
 
     Args:
         shards: by name, as an engine's ``shards()``.
         weights: where from.
-        other_names: under which the files have some, such as that of what a weight is tied to.
     """
     for name, shard in shards.items():
         if shard.data.numel():
-            stored = (other_names or {}).get(name, name)
             with torch.no_grad():
-                shard.data.copy_(weights.read(stored, shard.start, shard.data.numel()))
+                shard.data.copy_(weights.read(name, shard.start, shard.data.numel()))

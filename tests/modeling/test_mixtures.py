@@ -49,7 +49,10 @@ def differences(scoring="before"):
     for name in CONFIGS:
         loss, gradients = stepped(model(name), ids)
         ours = model(name)
-        assert len(spread_experts(ours, groups.sharing, scoring=scoring)) == 2
+        layers = spread_experts(ours, groups.sharing)
+        assert len(layers) == 2
+        for layer in layers:
+            layer.gate.scoring = scoring
         counts = ExpertCounts(ours)
         my_loss, _ = stepped(ours, ids.chunk(ranks)[rank])
         average_gradients(ours, groups)

@@ -1,12 +1,11 @@
 """Watches the ranks while they train: memory with alerts, the share of communication, and torch.profiler's traces.
 
 Each is a :class:`Callback`, to be handed to a trainer as it is, or switched on by the config's section ``monitor``.
-What they find is in ``monitor/`` of the run's folder; :func:`summary` and :func:`profile_table` read it for a notebook.
+What they find is in ``monitor/`` of the run's folder.
 """
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -15,7 +14,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
 from course_lib.config import Config
-from course_lib.errors import DataError
 from course_lib.metering.meter import Meter
 from course_lib.system import machine
 from course_lib.training.callbacks.base import Callback
@@ -25,7 +23,6 @@ from course_lib.training.session import Batch, Session
 from course_lib.writing import write_text
 
 MEMORY, COMMUNICATION, ALERTS = "memory.csv", "communication.csv", "alerts.csv"
-PROFILE, TRACE = "profile-rank-{rank}.csv", "rank-{rank}"
 MIB = 2**20
 
 
@@ -173,7 +170,7 @@ class CommunicationMonitor(Callback):
 
 
 class Profiler(Callback):
-    """torch.profiler on each rank: it waits, warms up, records, and writes a trace and a table of operators.
+    """torch.profiler on each rank: it waits, warms up, records, and writes a trace.
 
     The trace, ``monitor/rank-R.….pt.trace.json``, opens in Perfetto, ``chrome://tracing`` and TensorBoard's profiler.
 
@@ -181,37 +178,21 @@ class Profiler(Callback):
         wait: optimizer steps before it begins.
         warmup: steps that are profiled and thrown away, since the first ones are slowed by the profiler's start.
         active: steps that are recorded.
-        memory: record what operators allocate, which slows them.
     """
 
-    def __init__(self, wait: int = 1, warmup: int = 1, active: int = 3, memory: bool = False):
+    def __init__(self, wait: int = 1, warmup: int = 1, active: int = 3):
         self.schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=1)
-        self.memory = memory
 
     def on_train_begin(self, trainer: Session) -> None:
         self.folder, self.rank, self.recorded = trainer.output_dir / MONITOR, trainer.rank, False
         devices = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (trainer.device.type == "cuda")
         quiet()
-        self.profile = profile(
-            activities=devices, schedule=self.schedule, on_trace_ready=self._ready, profile_memory=self.memory
-        )
+        self.profile = profile(activities=devices, schedule=self.schedule, on_trace_ready=self._ready)
         self.profile.start()
 
     def _ready(self, profiled: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        tensorboard_trace_handler(str(self.folder), worker_name=TRACE.format(rank=self.rank))(profiled)
-        rows = [
-            {
-                "operator": operator.key,
-                "calls": operator.count,
-                "cpu_ms": operator.self_cpu_time_total / 1e3,
-                "device_ms": operator.self_device_time_total / 1e3,
-                "cpu_mib": operator.self_cpu_memory_usage / MIB,
-                "device_mib": operator.self_device_memory_usage / MIB,
-            }
-            for operator in profiled.key_averages()
-        ]
-        write_text(self.folder / PROFILE.format(rank=self.rank), pd.DataFrame(rows).to_csv(index=False))
+        tensorboard_trace_handler(str(self.folder), worker_name=f"rank-{self.rank}")(profiled)
         self.recorded = True
 
     def on_step_end(self, trainer: Session) -> None:
@@ -236,38 +217,3 @@ def keep(trainer: Session, name: str, rows: list[dict[str, Any]], columns: Seque
         folder = trainer.output_dir / MONITOR
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / name, pd.DataFrame(rows, columns=list(columns)).to_csv(index=False))
-
-
-def summary(output_dir: str | Path) -> pd.DataFrame:
-    """One row per rank of what the monitors of a run found: the most memory, and the median shares of communication.
-
-    Raises:
-        DataError: no monitor was on.
-    """
-    folder, parts = Path(output_dir) / MONITOR, []
-    if (folder / MEMORY).exists():
-        memory = pd.read_csv(folder / MEMORY).groupby("rank")
-        parts.append(memory[["mib", "share"]].max().set_axis(["memory_mib", "memory_share"], axis=1))
-    if (folder / COMMUNICATION).exists():
-        metered = pd.read_csv(folder / COMMUNICATION).groupby("rank")
-        parts.append(metered[["seconds", "communication", "exposed", "mb_sent"]].median())
-    if not parts:
-        raise DataError(
-            f"no monitor has kept anything in {folder}", "train with --memory_steps or --communication_steps"
-        )
-    return pd.concat(parts, axis=1)
-
-
-def profile_table(output_dir: str | Path, rank: int = 0, rows: int = 12) -> pd.DataFrame:
-    """The operators that took the most time on a rank, with their share of all that was recorded.
-
-    Raises:
-        DataError: nothing was recorded.
-    """
-    path = Path(output_dir) / MONITOR / PROFILE.format(rank=rank)
-    if not path.exists():
-        raise DataError(f"no profile {path}", "train with --profile_steps 3")
-    table = pd.read_csv(path)
-    by = "device_ms" if table["device_ms"].any() else "cpu_ms"
-    table.insert(2, "share", table[by] / table[by].sum())
-    return table.sort_values(by, ascending=False, kind="stable").head(rows).reset_index(drop=True)
