@@ -5,8 +5,8 @@ python tools/combinations.py
 
 from pathlib import Path
 
-from course_lib.config.axes import PLAIN, Refusal
-from course_lib.config.combinations import default_engine, table
+from course_lib.config.axes import Refusal
+from course_lib.config.combinations import PLAIN, default_engine, table
 from course_lib.config.refusals import REFUSALS
 from course_lib.writing import write_part
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from course_lib.config import Option, combinations, option
 from course_lib.config import files as config_files
-from course_lib.config.axes import AXES, PLAIN, Refusal, merged
+from course_lib.config.axes import AXES, Refusal, merged
 from course_lib.config.unread import READERS
 
 BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}
@@ -67,7 +67,7 @@ def _combinations(name: str) -> dict[str, str]:
             if answers is None or other in own:
                 continue
             if row := combinations.reason(axis, other):
-                run = {**PLAIN, "engine": "torch", **(merged((axis, other)) or {})}
+                run = {**combinations.PLAIN, "engine": "torch", **(merged((axis, other)) or {})}
                 reasons.setdefault(row, row.error(run).what)
                 by_row.setdefault(row, []).append(AXES[other].word)
             else:

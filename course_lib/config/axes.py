@@ -112,35 +112,6 @@ AXES: dict[str, Axis] = {
 is no wrapper, only a sum of gradients."""
 
 
-PLAIN: Leaves = {
-    "training_type": "accelerated",
-    "strategy": "ddp",
-    "engine": None,
-    "tensor_parallel_size": 1,
-    "sequence_parallel": False,
-    "context_parallel_size": 1,
-    "expert_parallel_size": 1,
-    "communication": "all_reduce",
-    "shard_group_size": None,
-    "offload": "none",
-    "torch_compile": False,
-    "activation_checkpointing": False,
-    "mixed_precision": "auto",
-    "lora_r": None,
-    "load_in_4bit": False,
-    "optimizer": "adamw",
-    "watch": "none",
-    "async_save": False,
-    "schedule": "1f1b",
-    "split_batches": False,
-    "task": "causal_lm",
-    "cpu_kernels": "auto",
-    "profile": False,
-    "device": "auto",
-}
-"""A run of a language model that chooses none of it: what else an axis is looked at beside."""
-
-
 def merged(axes: Iterable[str]) -> dict[str, Any] | None:
     """Options that choose several axes, and a strategy that the engine has; None where two are values of one option."""
     options: dict[str, Any] = {}

@@ -3,12 +3,26 @@
 The configuration, ``course train --explain``, the planner, the documentation and lesson 08 read it.
 """
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from course_lib.config.axes import AXES, ENGINES, PLAIN, Leaves, Refusal, merged
+from course_lib.config.adapters import AdapterConfig
+from course_lib.config.axes import AXES, ENGINES, Leaves, Refusal, merged
+from course_lib.config.communication import CommunicationConfig
+from course_lib.config.learning import DataConfig, ModelConfig, OptimConfig, OutputConfig, RunConfig
+from course_lib.config.monitoring import MonitorConfig, TrackingConfig
+from course_lib.config.parallel import ParallelConfig, PipelineConfig
 from course_lib.config.refusals import NAMES, REFUSALS, SHARDED
 
+_MODEL = (DataConfig, ModelConfig, AdapterConfig, OptimConfig)
+_RANKS = (ParallelConfig, PipelineConfig, CommunicationConfig)
+_RUN = (RunConfig, OutputConfig, TrackingConfig, MonitorConfig)
+PLAIN: Leaves = {
+    **{leaf.name: leaf.default for section in (*_MODEL, *_RANKS, *_RUN) for leaf in dataclasses.fields(section)},
+    "task": "causal_lm",
+}
+"""A run of a language model that chooses nothing: what else an axis is looked at beside."""
 OURS_FIRST = ("pipeline", "tensor", "experts", "communication")
 """Axes by which the default engine is the course's own, where it has the layout."""
 LAYOUT = {"basic", "accelerated", "pipeline", "ddp", *SHARDED.split("|"), *NAMES, "context", *OURS_FIRST}

@@ -9,7 +9,6 @@ import shlex
 from typing import Any
 
 from course_lib.config import combinations
-from course_lib.config.axes import PLAIN
 from course_lib.errors import ConfigError
 from course_lib.planning import models
 from course_lib.planning.models import Model
@@ -72,7 +71,7 @@ def _why_no_options(plan: Plan) -> str | None:
 
 def _refused(plan: Plan) -> str | None:
     """The refusal of a plan's options by the table of combinations; None where they go together."""
-    leaves = {**PLAIN, **_laid_out(plan)}
+    leaves = {**combinations.PLAIN, **_laid_out(plan)}
     leaves["engine"] = leaves["engine"] or combinations.default_engine(leaves)
     row = combinations.refusal(leaves)
     return f"refuses it: {row.error(leaves).what}" if row else None

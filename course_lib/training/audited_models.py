@@ -36,8 +36,7 @@ AXES = {
     "deepspeed": ("dp", "shard"),
 }
 """By engine. DeepSpeed's dp is ZeRO-2, its shard ZeRO-3; of all others shard is FSDP. On Transformers' ep the ranks
-have their own rows, share the layers by FSDP, and the experts one by one; in releases without ``ep_size`` (before 5.19)
-they are its tensor ranks, which have the same rows, whole layers, and share the experts."""
+have their own rows, share the layers by FSDP, and the experts one by one (``ep_size``, from release 5.19 on)."""
 HEADS = {"num_attention_heads": "heads", "num_key_value_heads": "key-value heads"}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 TOGETHER = {"transformers": {"dp", "shard", "ep", "tp"}, "scratch": {"dp", "tp"}, "torch": {"dp", "shard"}}
@@ -149,7 +148,7 @@ class ModelOnEngine:
             raise NotImplementedError(f"{self.engine} does not have {' and '.join(layout.used)} together here")
         build = MAKERS[self.engine] if layout.ranks > 1 else _alone
         place, parts, mine = layout.place(dist.get_rank()), 1, 0
-        for axis in ("dp", "shard", *(("ep",) if _has_ep_size() else ())):
+        for axis in ("dp", "shard", "ep"):
             size = getattr(layout, axis)
             parts, mine = parts * size, mine * size + place[axis]
         if ROWS % parts:
@@ -174,36 +173,20 @@ def _alone(subject: ModelOnEngine, layout: Layout, batch: Tensor) -> Subject:
     return Subject(model, _adam(model), _loss, batch)
 
 
-def _options() -> Mapping[str, Any]:
-    """By name, those that the installed release's DistributedConfig takes."""
-    from transformers.distributed import DistributedConfig
-
-    return inspect.signature(DistributedConfig).parameters
-
-
-def _has_ep_size() -> bool:
-    return "ep_size" in _options()
-
-
 def _transformers(subject: ModelOnEngine, layout: Layout, batch: Tensor) -> Subject:
     from transformers.distributed import DistributedConfig
 
-    sizes: dict[str, int] = {"tp_size": layout.tp, "fsdp_size": layout.shard, "dp_replicate_size": layout.dp}
-    flags = {}
-    if _has_ep_size():
-        sizes["fsdp_size"] *= layout.ep
-        sizes["ep_size"] = layout.ep * (layout.tp if layout.ep > 1 or subject.split_experts else 1)
-    elif layout.ep > 1 or subject.split_experts:
-        if layout.ep > 1 and layout.tp > 1:
-            raise NotImplementedError(
-                f"the tensor ranks of transformers {transformers.__version__} share the layers or the experts"
-            )
-        sizes["tp_size"] *= layout.ep
-        flags["enable_expert_parallel"] = True
-    if missing := [name for name, size in sizes.items() if size > 1 and name not in _options()]:
+    sizes = {
+        "tp_size": layout.tp,
+        "fsdp_size": layout.shard * layout.ep,
+        "dp_replicate_size": layout.dp,
+        "ep_size": layout.ep * (layout.tp if layout.ep > 1 or subject.split_experts else 1),
+    }
+    known = inspect.signature(DistributedConfig).parameters
+    if missing := [name for name, size in sizes.items() if size > 1 and name not in known]:
         raise NotImplementedError(f"transformers {transformers.__version__} has no {missing[0]}")
-    taken = {name: size for name, size in sizes.items() if name in _options()}
-    model = subject.loaded(distributed_config=DistributedConfig(**taken, **flags))
+    distributed = DistributedConfig(**{name: size for name, size in sizes.items() if name in known})
+    model = subject.loaded(distributed_config=distributed)
     return Subject(model, _adam(model), _loss, batch)
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from course_lib.config import combinations, option
-from course_lib.config.axes import AXES, ENGINES, PLAIN
+from course_lib.config.axes import AXES, ENGINES
+from course_lib.config.combinations import PLAIN
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from tests.forked_process import import_deepspeed
