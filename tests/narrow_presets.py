@@ -17,16 +17,17 @@ WIDTH, WORDS = 48, 1000
 
 
 @contextlib.contextmanager
-def narrowed(**sizes):
-    """Within it every tiny preset is narrow, and has these sizes too."""
+def narrowed(words=WORDS, width=WIDTH, **sizes):
+    """Within it every tiny preset is narrow, has so many words, and these sizes too."""
 
     def narrow(preset):
-        inner = {name: max(32, size // 4) for name, size in preset.sizes.items() if name == "intermediate_size"}
-        return dataclasses.replace(preset, sizes={**preset.sizes, "hidden_size": WIDTH, **inner, **sizes})
+        shares = {name: size * width // preset.sizes["hidden_size"] for name, size in preset.sizes.items()}
+        inner = {name: max(32, size) for name, size in shares.items() if name == "intermediate_size"}
+        return dataclasses.replace(preset, sizes={**preset.sizes, "hidden_size": width, **inner, **sizes})
 
     narrow_ones = {name: narrow(preset) for name, preset in presets.TINY.items()}
     parity.prepared.cache_clear()  # it knows a model by its name
-    with mock.patch.dict(presets.TINY, narrow_ones), mock.patch.object(presets, "VOCABULARY_SIZE", WORDS):
+    with mock.patch.dict(presets.TINY, narrow_ones), mock.patch.object(presets, "VOCABULARY_SIZE", words):
         yield
     parity.prepared.cache_clear()
 

@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
 from course_lib.config import build
 from course_lib.errors import DesyncError
@@ -14,6 +13,7 @@ from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.guards import guards
 from course_lib.training.run import build_trainer
 from tests.forked_process import import_deepspeed
+from tests.fresh_accelerator import forget_accelerator
 from tests.narrow_presets import narrow_presets  # noqa: F401
 
 FULL = {
@@ -112,8 +112,7 @@ def compared(tensors, device):
 def run(folder, strategy, options, change):
     """Train; gives the last step, the weights and what is said of their shards, or the line that the guard ended
     it with."""
-    AcceleratorState._reset_state()  # the process group stays
-    GradientState._reset_state()
+    forget_accelerator()
     config = build(FULL | {"strategy": strategy, "output_dir": str(folder)} | options)
     folder.mkdir(exist_ok=True)
     looks = Looks()

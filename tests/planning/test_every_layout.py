@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
 from course_lib.commands import plan_files, train
 from course_lib.commands.options import config_from
@@ -26,6 +25,7 @@ from course_lib.planning.plan import OPTIMIZERS, Plan
 from course_lib.training.engines import engine_class
 from course_lib.training.run import build_trainer
 from tests.forked_process import import_deepspeed
+from tests.fresh_accelerator import forget_accelerator
 from tests.modeling.test_stages import FOUND
 from tests.narrow_presets import narrow_presets  # noqa: F401  what is trained
 
@@ -307,8 +307,7 @@ def two_steps(folder, jobs, gpus_per_node):
     """On the ranks that are here: each plan's printed command, one after the other; losses and grids."""
     found = []
     for number, (plan, model) in enumerate(jobs):
-        AcceleratorState._reset_state()  # the process group stays
-        GradientState._reset_state()
+        forget_accelerator()
         config = config_of(
             plan,
             model,

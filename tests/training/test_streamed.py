@@ -5,13 +5,13 @@ from pathlib import Path
 
 import datasets
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.run import train
 from course_lib.training.trainer import Trainer
+from tests.fresh_accelerator import forget_accelerator
 from tests.long_cases import some
 
 STEPS, SAVED = 6, 4
@@ -42,8 +42,7 @@ def options_of(folder, **options):
 
 
 def traced(folder, ranks, options):
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    forget_accelerator()
     found = parity.trace(parity.task(folder, ranks, **options))
     return found, json.loads((checkpoint.in_order(folder)[-1] / "state.json").read_text())["state"]
 

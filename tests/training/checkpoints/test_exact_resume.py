@@ -14,14 +14,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
 from course_lib import modeling
 from course_lib.config import build
 from course_lib.data import DataConnector, DataProcessor
 from course_lib.errors import CheckpointError, ConfigError, TrainingInterrupted
 from course_lib.launching.launch import RankError, launch
-from course_lib.modeling import presets
 from course_lib.parallel.sharding import Shard
 from course_lib.system.seeding import rng_state, seed_everything
 from course_lib.training.callbacks import Callback
@@ -37,6 +35,8 @@ from course_lib.training.checkpoints import (
 from course_lib.training.checkpoints.sharded_state import ShardedState
 from course_lib.training.state import TrainState
 from course_lib.training.trainer import Trainer
+from tests.fresh_accelerator import forget_accelerator
+from tests.narrow_presets import narrowed
 
 # 22 rows in global batches of 4: six steps per epoch, the last with two rows.
 BASE = {
@@ -67,21 +67,9 @@ BASE = {
 @pytest.fixture(scope="module", autouse=True)
 def small_models():
     """The presets with one narrow layer and few words, for which one thread is enough."""
-    small = {
-        name: dataclasses.replace(
-            preset,
-            sizes={
-                **preset.sizes,
-                "num_hidden_layers": 1,
-                "hidden_size": 16,
-                **({"intermediate_size": 32} if name != "tiny-gpt2" else {}),
-            },
-        )
-        for name, preset in presets.TINY.items()
-    }
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with mock.patch.dict(presets.TINY, small), mock.patch.object(presets, "VOCABULARY_SIZE", 300):
+    with narrowed(words=300, width=16, num_hidden_layers=1):
         yield
     torch.set_num_threads(threads)
 
@@ -445,8 +433,7 @@ def chain(folder, options):
     """The undisturbed run and a chain of two resumes on the ranks that are here; gives what differs, and the starts."""
 
     def one(place, crash_at=None, **more):
-        AcceleratorState._reset_state()  # the process group stays
-        GradientState._reset_state()
+        forget_accelerator()
         plain = {"training_type": "accelerated", "batch_size": 1, "max_steps": 9}
         return run(folder / place, crash_at, **(plain | options | more))
 
@@ -475,8 +462,7 @@ def on_two_ranks(folder):
         (folder / "one rank" / first.name / "random-1.safetensors").unlink()
         manifest.seal(folder / "one rank" / first.name)
     torch.distributed.barrier()
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    forget_accelerator()
     begun = torch.get_rng_state()
     trainer = trainer_of(
         folder / "more ranks",
@@ -512,8 +498,7 @@ def saved_without_a_shared_disk(folder):
 
 def best_without_a_shared_disk(folder, options):
     """Lose the weights after an evaluation that was the best; gives what came back otherwise, and who has the file."""
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    forget_accelerator()
     plain = {"training_type": "accelerated", "batch_size": 1}
     trainer = trainer_of(folder / f"machine {torch.distributed.get_rank()}", Recorder(), **(plain | options))
     tensors = (

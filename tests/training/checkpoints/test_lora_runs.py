@@ -6,7 +6,6 @@ import peft
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 
 from course_lib import cli
@@ -16,6 +15,7 @@ from course_lib.launching.launch import launch
 from course_lib.modeling import checkpoint_files, load_trained, nf4
 from course_lib.training import run as runs
 from course_lib.training.checkpoints import checkpoint, formats, merging, safetensors_tree, sharded
+from tests.fresh_accelerator import forget_accelerator
 from tests.narrow_presets import narrowed
 
 OPTIONS = {
@@ -61,8 +61,7 @@ def trained(folder, ways=tuple(WAYS), **more):
     """Summaries of runs in each of some ways, one after the other."""
     summaries = {}
     for way in ways:
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
+        forget_accelerator()
         own = {key: value(way) if callable(value) else value for key, value in more.items()}
         summaries[way] = runs.train(build(OPTIONS | WAYS[way] | {"output_dir": str(folder / way)} | own))
     return summaries
@@ -103,8 +102,7 @@ def state_after(folder, ways, **more):
     """What stands on the main rank when a checkpoint was read and nothing trained."""
     found = {}
     for way in ways:
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
+        forget_accelerator()
         own = {key: value(way) if callable(value) else value for key, value in more.items()}
         (folder / way).mkdir(parents=True, exist_ok=True)
         trainer, _ = runs.build_trainer(build(OPTIONS | WAYS[way] | {"output_dir": str(folder / way)} | own))

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState, GradientState
 
 from course_lib import modeling
 from course_lib.config import flatten, option, options, resumed
@@ -27,6 +26,7 @@ from course_lib.training.checkpoints.stored_state import StoredState
 from course_lib.training.engines.with_deepspeed import DeepSpeedState
 from course_lib.training.trainer import Trainer
 from tests.forked_process import import_deepspeed
+from tests.fresh_accelerator import forget_accelerator
 
 pytestmark = pytest.mark.usefixtures("own_accelerator")
 ROOT = Path(__file__).resolve().parents[3]
@@ -80,8 +80,7 @@ def prepared(data, model, seed):
 
 def trainer_of(folder, **choices):
     """A trainer of a small model, on the ranks that are here."""
-    AcceleratorState._reset_state()  # the process group stays
-    GradientState._reset_state()
+    forget_accelerator()
     config = parity.task(folder, 1, **BASE | choices)
     loaded, data, processor = prepared(config.data, config.model, config.run.seed)
     config.output_dir.mkdir(parents=True, exist_ok=True)

@@ -9,3 +9,8 @@ from tests.narrow_presets import narrowed
 def two_blocks():
     with narrowed(num_hidden_layers=2):
         yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 
 from course_lib.config import build
 from course_lib.errors import ConfigError
@@ -13,6 +12,7 @@ from course_lib.training.checkpoints import checkpoint, formats, sharded
 from course_lib.training.optimization import parameter_groups
 from course_lib.training.ranks import Ranks
 from tests.forked_process import import_deepspeed
+from tests.fresh_accelerator import forget_accelerator
 
 STEPS, SAVED = 3, 2
 GRADIENT_TOLERANCE = 1e-7
@@ -67,8 +67,7 @@ def runs(folder, cases, ranks, **common):
     """Several runs, one after the other on the same ranks; what each left."""
     found = {}
     for name, options in cases.items():
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
+        forget_accelerator()
         copies = (
             ranks
             // options.get("context_parallel_size", 1)
@@ -144,11 +143,6 @@ def differences(folder, found, one, ranks):
                 "norm": cell.norm,
             }
     return wrong
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 
 from course_lib.config import build
 from course_lib.errors import ConfigError
@@ -17,6 +16,7 @@ from course_lib.parallel.torch_engines import fsdp
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.engines.from_scratch import ScratchDDP, ScratchState
 from course_lib.training.router_loss import RouterLoss
+from tests.fresh_accelerator import forget_accelerator
 
 STEPS, SAVED = 3, 2
 NORM_TOLERANCE = 1e-6
@@ -45,19 +45,13 @@ def runs(folder, cases, **common):
     """Several runs, one after the other on the same four ranks; what each left."""
     found = {}
     for name, options in cases.items():
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
+        forget_accelerator()
         found[name] = parity.trace(parity.task(folder / name.replace(" ", "-"), 4, **(MODEL | common | options)))
     return found
 
 
 def one_process(folder, **options):
     return parity.trace(parity.task(folder, 1, training_type="basic", **(MODEL | options)))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="module")

@@ -5,23 +5,22 @@ import dataclasses
 import functools
 import json
 import re
-from unittest import mock
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
 from course_lib.config import build
 from course_lib.errors import ConfigError
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.metering.meter import Meter
-from course_lib.modeling import presets
 from course_lib.training.callbacks import Callback
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.engines import engine_class
 from course_lib.training.engines.less_communication import Compressing, Local
 from course_lib.training.trainer import Trainer
+from tests.fresh_accelerator import forget_accelerator
+from tests.narrow_presets import narrowed
 
 PLAIN = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.1, "max_grad_norm": 0.0, "adam_epsilon": 1e-8}
 """A step that is linear in the gradient."""
@@ -41,16 +40,11 @@ WAYS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def small_model():
-    """The preset with two narrow layers and few words; the cache forgets it before others ask for the usual one."""
-    small = dataclasses.replace(
-        presets.TINY["tiny-gpt2"], sizes={**presets.TINY["tiny-gpt2"].sizes, "num_hidden_layers": 2, "hidden_size": 16}
-    )
+    """The preset with two narrow layers and few words, for which one thread is enough."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    parity.prepared.cache_clear()
-    with mock.patch.dict(presets.TINY, {"tiny-gpt2": small}), mock.patch.object(presets, "VOCABULARY_SIZE", 300):
+    with narrowed(words=300, width=16, num_hidden_layers=2):
         yield
-    parity.prepared.cache_clear()
     torch.set_num_threads(threads)
 
 
@@ -87,8 +81,7 @@ def bits(node):
 
 def trained(folder, crash_at=None, **options):
     """One run in this rank: losses, evaluations, bytes sent, whole weights, and what this rank alone has at the end."""
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    forget_accelerator()
     config = parity.task(folder, 2, **options)
     loaded, data, processor = parity.prepared(config.data, config.model, config.run.seed)
     config.output_dir.mkdir(parents=True, exist_ok=True)

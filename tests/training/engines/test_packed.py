@@ -6,12 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
 from course_lib.data.conversations import Answered, Chat
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.modeling.inputs import WholeSequences
+from tests.fresh_accelerator import forget_accelerator
 from tests.long_cases import some
 
 pytestmark = pytest.mark.usefixtures("two_blocks")
@@ -39,8 +39,7 @@ def options_of(name):
 def on_ranks(folder, names):
     found = {}
     for name in names:
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
+        forget_accelerator()
         found[name] = parity.trace(parity.task(folder / name, 2, **options_of(name)))
     return found
 

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 
 from course_lib import modeling
 from course_lib.config import build
@@ -19,6 +19,7 @@ from course_lib.training.callbacks import Callback
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.engines import pipeline
 from course_lib.training.run import build_trainer, train
+from tests.fresh_accelerator import forget_accelerator
 from tests.long_cases import some
 from tests.torch_versions import STAGES_ON_ONE_RANK, has
 
@@ -70,8 +71,7 @@ class Keep(Callback):
 
 def traced(config):
     """Losses, gradient norms, evaluations and final weights of a run, and what this rank holds."""
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    forget_accelerator()
     config.output_dir.mkdir(parents=True, exist_ok=True)
     kept = Keep()
     lines = kept.lines
@@ -111,8 +111,7 @@ def without(folder):
 
 def calls_among_copies(folder, options):
     """Collectives of each step among the ranks that hold the same stages, by kind."""
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    forget_accelerator()
     config = parity.task(folder, 1, **TWO_BY_TWO | {"max_steps": 3, "eval_steps": 0} | options)
     config.output_dir.mkdir(parents=True, exist_ok=True)
     trainer = build_trainer(config)[0]
@@ -155,11 +154,6 @@ def refusals(folder):
             build_trainer(parity.task(folder / name, 1, **ONE_PIPELINE | options))
         found[name] = str(error.value)
     return found
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("pipelines")
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,13 @@ from collections import Counter
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
 from course_lib.errors import CheckpointError, ConfigError
 from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.training.checkpoints import checkpoint, formats, sharded
 from tests.forked_process import import_deepspeed
+from tests.fresh_accelerator import forget_accelerator
 
 pytestmark = pytest.mark.usefixtures("two_blocks")
 
@@ -94,8 +94,7 @@ def between_micro_batches(folder, pairs):
         if way == "with the last alone":
             ScratchGathered.accumulating = TorchFSDP.accumulating = lambda self, last: self.wrapped.no_sync()
         for pair in pairs:
-            AcceleratorState._reset_state()
-            GradientState._reset_state()
+            forget_accelerator()
             held = []
             parity.trace(parity.task(folder / way / name_of(pair), 2, strategy=pair[0], engine=pair[1], max_steps=1))
             kept[way, pair] = max(held)
@@ -114,8 +113,7 @@ def run_pairs(folder, world_size, pairs, **options):
     """Several pairs in the same ranks; gives each one's losses."""
     found = {}
     for pair in pairs:
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
+        forget_accelerator()
         own = {key: value(pair) if callable(value) else value for key, value in options.items()}
         config = parity.task(folder / name_of(pair), world_size, strategy=pair[0], engine=pair[1], **own)
         found[pair] = parity.trace(config).losses

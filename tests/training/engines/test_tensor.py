@@ -5,7 +5,6 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState
 
 from course_lib.config import build
 from course_lib.errors import ConfigError
@@ -16,6 +15,7 @@ from course_lib.parallel.sharding import Shard
 from course_lib.parallel.tensor_parallel import ParameterSplit
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.checkpoints.tensor_shards import places
+from tests.fresh_accelerator import forget_accelerator
 from tools.parity import BEGIN, END, PAGE
 
 STEPS, SAVED = 3, 2
@@ -69,8 +69,7 @@ def runs(folder, cases, **common):
     """Several runs, one after the other on the same ranks; what each left."""
     found = {}
     for name, options in cases.items():
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
+        forget_accelerator()
         found[name] = parity.trace(
             parity.task(
                 folder / name.replace(" ", "-"),
@@ -79,11 +78,6 @@ def runs(folder, cases, **common):
             )
         )
     return found
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="module")
