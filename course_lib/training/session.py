@@ -122,8 +122,16 @@ class Session:
         self.model, self.stored = self.engine.model, self.engine.stored
         self.tell("on_connect")
 
-    def evaluate(self, split: str, intervals: bool = False) -> dict[str, Any]:
-        """Metrics over every row of a split, the same on every process; with their 95 % intervals if asked for."""
+    def evaluate(
+        self, split: str, intervals: bool = False, gather: Callable[[Any], Any] | None = None
+    ) -> dict[str, Any]:
+        """Metrics over every row of a split, the same on every process; with their 95 % intervals if asked for.
+
+        Args:
+            split: its name.
+            intervals: add ``interval95``.
+            gather: brings the ranks' scores together in place of ``ranks.gather``.
+        """
         with self.stored.agreed(), evaluating(self.wrapped):
             return evaluate_split(
                 self.wrapped,
@@ -132,7 +140,7 @@ class Session:
                 self.num_labels,
                 device=self.device,
                 precision=self.engine.autocast(),
-                gather=self.ranks.gather,
+                gather=gather or self.ranks.gather,
                 scores=self.engine.scores,
                 with_intervals=intervals,
             )

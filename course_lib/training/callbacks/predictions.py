@@ -9,7 +9,6 @@ import torch
 
 from course_lib.data.batching import SequentialKeys
 from course_lib.data.cache import column
-from course_lib.training.evaluation import evaluate_split, evaluating
 from course_lib.training.session import Session
 
 
@@ -57,17 +56,7 @@ def predict(trainer: Session, split: str) -> Predictions:
         gathered.append(tuple(trainer.ranks.gather(tensors)))
         return gathered[-1]
 
-    with evaluating(trainer.wrapped):
-        evaluate_split(
-            trainer.wrapped,
-            trainer.eval_loaders[split],
-            trainer.task,
-            trainer.num_labels,
-            device=trainer.device,
-            precision=trainer.engine.autocast(),
-            gather=gather,
-            scores=trainer.engine.scores,
-        )
+    trainer.evaluate(split, gather=gather)
     losses, predicted, labels = (torch.cat(parts).cpu().numpy() for parts in zip(*gathered, strict=True))
     # Evaluation goes through the rows by length; the ranks' shares come together in that order.
     rows = trainer.data.splits[split]
