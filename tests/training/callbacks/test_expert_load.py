@@ -10,6 +10,7 @@ from course_lib.launching.launch import launch
 from course_lib.modeling import load_trained
 from course_lib.training import run as runs
 from course_lib.training.callbacks.expert_load import imbalance_of_ranks
+from tests.training.callbacks import quick
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -17,22 +18,12 @@ def narrow_presets():
     """The usual ones: the choices of two trainings are compared."""
 
 
-QUICK = {
+QUICK = quick.QUICK | {
     "model": "tiny-olmoe",
     "task": "causal_lm",
-    "max_train_samples": 64,
-    "max_eval_samples": 8,
     "max_length": 16,
     "max_steps": 4,
     "logging_steps": 2,
-    "eval_steps": 0,
-    "save_steps": 0,
-    "device": "cpu",
-    "progress_bar": False,
-    "baselines": False,
-    "batch_size": 4,
-    "tracker": "none",
-    "keep_best": False,
     "mixed_precision": "no",
 }
 LAYERS, EXPERTS, K = 4, 8, 2

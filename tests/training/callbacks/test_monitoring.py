@@ -18,23 +18,9 @@ from course_lib.training.callbacks.monitoring import (
     monitors,
 )
 from course_lib.training.engines.base import StepEngine
+from tests.training.callbacks import quick
 
-QUICK = {
-    "model": "tiny-gpt2",
-    "max_train_samples": 64,
-    "max_eval_samples": 8,
-    "max_length": 32,
-    "max_steps": 8,
-    "logging_steps": 4,
-    "eval_steps": 0,
-    "save_steps": 0,
-    "device": "cpu",
-    "progress_bar": False,
-    "baselines": False,
-    "batch_size": 4,
-    "tracker": "none",
-    "keep_best": False,
-}
+QUICK = quick.QUICK | {"max_steps": 8, "logging_steps": 4}
 BALLAST_MIB = 400
 
 

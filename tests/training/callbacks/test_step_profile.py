@@ -17,23 +17,9 @@ from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.monitoring import Profiler, monitors
 from course_lib.training.callbacks.step_profile import NUMBERS, TABLE, TRACE, StepProfile
 from course_lib.training.engines.base import StepEngine
+from tests.training.callbacks import quick
 
-QUICK = {
-    "model": "tiny-gpt2",
-    "max_train_samples": 64,
-    "max_eval_samples": 8,
-    "max_length": 32,
-    "max_steps": 7,
-    "logging_steps": 1,
-    "eval_steps": 0,
-    "save_steps": 0,
-    "device": "cpu",
-    "progress_bar": False,
-    "baselines": False,
-    "batch_size": 4,
-    "tracker": "none",
-    "keep_best": False,
-}
+QUICK = quick.QUICK | {"max_steps": 7, "logging_steps": 1}
 PROFILE = QUICK | {"profile": True}
 
 

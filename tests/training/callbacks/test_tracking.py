@@ -16,22 +16,16 @@ from course_lib.training.callbacks import Callback, tracking
 from course_lib.training.callbacks.predictions import predict
 from course_lib.training.engines.base import StepEngine
 from tests.forked_process import wandb_imported
+from tests.training.callbacks import quick
 
-QUICK = {
-    "model": "tiny-gpt2",
+QUICK = quick.QUICK | {
     "max_train_samples": 44,
     "max_eval_samples": 33,
-    "max_length": 32,
     "max_steps": 4,
     "logging_steps": 2,
-    "eval_steps": 0,
-    "save_steps": 0,
-    "device": "cpu",
-    "progress_bar": False,
-    "baselines": False,
-    "learning_rate": 1e-3,
-    "batch_size": 4,
+    "learning_rate": 0.001,
     "tracker": "jsonl",
+    "keep_best": True,
 }
 
 
