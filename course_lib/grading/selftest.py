@@ -131,37 +131,6 @@ def observe_all(answers: Sequence[Sequence[CheckJob]]) -> list[list[list[Observa
     return [[next(observed) for _ in jobs] for jobs in answers]
 
 
-def report(tasks: Mapping[str, Task] = TASKS) -> int:
-    """Print the table; exit code 1 if an answer went otherwise than it should.
-
-    Raises:
-        DataError: as `table`.
-    """
-    rows = table(tasks)
-    cells = [
-        ("exercise", "answer", "points", "as it should", "does not hold"),
-        *(
-            (
-                row.task,
-                row.answer,
-                f"{row.points} of {row.maximum}",
-                "yes" if row.holds else f"NO, {row.loses or 'points'}",
-                ", ".join(row.failed),
-            )
-            for row in rows
-        ),
-    ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    wrong = sum(not row.holds for row in rows)
-    print(
-        f"{len(tasks)} exercises, {sum(bool(row.loses) for row in rows)} planted answers: "
-        + (f"{wrong} rows went otherwise than they should" if wrong else "all went as they should")
-    )
-    return 1 if wrong else 0
-
-
 def _answers(folder: Path, tasks: list[Task]) -> Iterable[tuple[Task, list[tuple[str, str, str]]]]:
     """For each task its answers: name, the property that has to fail, source."""
     wrong = planted(folder)

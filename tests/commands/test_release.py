@@ -6,7 +6,6 @@ import nbformat
 import pytest
 
 from course_lib.commands import check, release
-from course_lib.grading.hidden import load
 from course_lib.grading.masters import answers
 from course_lib.grading.tasks import TASKS
 
@@ -18,7 +17,7 @@ def bundle(tmp_path_factory):
     from argparse import Namespace
 
     out = tmp_path_factory.mktemp("release") / "course"
-    assert release.run(Namespace(out=out, format="course", tasks="")) == 0
+    assert release.run(Namespace(out=out)) == 0
     return out
 
 
@@ -58,21 +57,6 @@ def test_a_folder_in_use_is_left_alone(course, tmp_path, bundle):
     code, out, err = course("release", "--out", tmp_path)
     assert code == 2 and out == "" and err == f"course: {tmp_path} is in use: name a new folder\n"
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_tasks_for_programs_are_written_by_name_and_what_does_not_fit_is_refused(course, tmp_path):
-    code, out, _ = course("release", "--format", "tasks", "--tasks", "02_data_parallel", "--out", tmp_path / "some")
-    assert code == 0 and "6 tasks" in out and len(list((tmp_path / "some").iterdir())) == 6 + 3
-    assert [path.name for path in (tmp_path / "some" / "grader" / "solutions" / "hidden").iterdir()] == [
-        "02_data_parallel.py"
-    ]
-    assert load(tmp_path / "some" / "grader" / "solutions" / "hidden" / "02_data_parallel.py").DRAW
-    code, out, err = course("release", "--format", "tasks", "--out", tmp_path / "some")
-    assert code == 2 and out == "" and err.endswith("some is in use: name a new folder\n")
-    code, _, err = course("release", "--tasks", "ddp.ring", "--out", tmp_path / "other")
-    assert code == 2 and "--tasks goes with --format tasks" in err
-    code, _, err = course("release", "--format", "tasks", "--tasks", "ddp.rin", "--out", tmp_path / "other")
-    assert code == 2 and "ddp.ring" in err and not (tmp_path / "other").exists()
 
 
 def test_nothing_half_written_stays(tmp_path, monkeypatch):

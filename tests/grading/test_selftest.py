@@ -11,11 +11,14 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from course_lib.commands import grade
 from course_lib.errors import ConfigError
 from course_lib.grading import check as checking
 from course_lib.grading import masters, selftest
 from course_lib.grading.check import check
 from course_lib.grading.hidden import hidden_cases
+from course_lib.grading.runner import grade_source
+from course_lib.grading.sandbox import Limits, Sandbox
 from course_lib.grading.tasks import TASKS
 from course_lib.launching import openmp
 
@@ -200,9 +203,23 @@ def test_an_answer_that_goes_otherwise_makes_the_self_test_fail(monkeypatch, cap
     """A planted answer that is as good as the solution: its row says so, and so does the exit code."""
     task = TASKS["pipeline.bubble"]
     harmless = selftest.Planted(task.name, "harmless", "1F1B", "return (ranks - 1)", "return (ranks + 0 - 1)")
-    assert selftest.report({task.name: task}) == 0
-    assert "1 exercises, 5 planted answers: all went as they should" in capsys.readouterr().out
+    assert grade.self_test({task.name: task}) == 0
+    assert "8 answers, 0 not graded as they should be" in capsys.readouterr().out
     monkeypatch.setattr(selftest, "planted", lambda folder: [harmless])
-    assert selftest.report({task.name: task}) == 1
+    assert grade.self_test({task.name: task}) == 1
     out = capsys.readouterr().out
-    assert "NO, 1F1B" in out and "1 rows went otherwise than they should" in out
+    assert "WRONG" in out and "4 answers, 1 not graded as they should be" in out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TASKS)
+def test_in_the_sandbox_too(name):
+    """Stub, solution and wrong answers as `course grade` runs them."""
+    ((task, answers),) = selftest._answers(selftest.solutions_folder(), [TASKS[name]])
+    for answer, loses, source in answers:
+        hidden = hidden_cases(task, random.Random(2))
+        verdict = grade_source(task, source, hidden=hidden, limits=Limits(seconds=200.0), sandbox=Sandbox())
+        if loses:
+            assert verdict.scores[loses].said, answer
+        else:
+            assert verdict.points == (verdict.maximum if answer == "solution" else 0), answer
