@@ -20,7 +20,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         type=Path,
         metavar="SUBMISSION",
-        help="notebook, .py file, zip, or a folder of them, as nbgrader lays it out too",
+        help="notebook, .py file, or a folder of them, as nbgrader lays it out too",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where verdicts and reports go; a stopped run goes on")
     parser.add_argument("--tasks", default="", metavar="NAMES", help="tasks or lessons, with commas between [all]")

@@ -1,22 +1,17 @@
-"""Reads answers from what learners handed in: notebooks, .py files, zips, folders.
+"""Reads answers from what learners handed in: notebooks, .py files, folders of them.
 
-Nothing is executed, extracted to disk or followed: a file is opened once, must be an ordinary one, and is read up to a
-limit; a zip is looked through before a byte of it is unpacked. What cannot be read is a problem of its learner, told in
-the report, and stops nobody else.
+Nothing is executed or followed: a file is opened once, must be an ordinary one, and is read up to a limit. What cannot
+be read is a problem of its learner, told in the report, and stops nobody else.
 """
 
 import hashlib
-import io
 import json
 import os
 import re
 import stat
-import struct
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from course_lib.errors import CourseError
 from course_lib.grading.cells import Cell, python_of
@@ -25,12 +20,10 @@ from course_lib.grading.verdict import printable
 
 MAX_NOTEBOOK = 10 << 20  # bytes; parsed, JSON takes up to forty times its length
 MAX_SCRIPT = 1 << 20
-MAX_ZIP = 50 << 20
-MAX_UNPACKED = 100 << 20  # bytes of all members
-MAX_MEMBERS = 2000
-MAX_DIRECTORY = 1 << 20  # bytes of a zip's table of contents
 MAX_FILES = 100_000
-KINDS = (".ipynb", ".py", ".zip")
+KINDS = (".ipynb", ".py")
+STAMP = "timestamp.txt"
+"""What nbgrader leaves beside a submission."""
 _BAD_ID = re.compile(r"[^\w @.+-]+")
 
 
@@ -57,23 +50,11 @@ class Unreadable(Exception):
     """A file of a submission that is not read, and why."""
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file of a submission: whose, where, and its bytes on demand."""
-
-    learner: str
-    where: str
-    lesson: str
-    data: bytes | None
-    problem: str = ""
-
-
 def read_submissions(paths: Sequence[Path], tasks: Mapping[str, Task]) -> list[Submission]:
     """Everybody's answers, by learner.
 
     A file directly in a given folder is its learner's name, unless it is named as a lesson is: then the folder is. In
-    folders below, the first folder's name is the learner's, as in nbgrader's ``submitted/LEARNER/LESSON/x.ipynb``. A
-    zip is one learner's, unless it is given by itself and holds a folder (or a file) per learner.
+    folders below, the first folder's name is the learner's, as in nbgrader's ``submitted/LEARNER/LESSON/x.ipynb``.
 
     Raises:
         CourseError: a path that does not exist, or nothing to grade in any.
@@ -82,35 +63,37 @@ def read_submissions(paths: Sequence[Path], tasks: Mapping[str, Task]) -> list[S
     by_learner: dict[str, Submission] = {}
     for path in paths:
         if not path.exists():
-            raise CourseError(f"no submission {path}", "give a notebook, a .py file, a zip or a folder of them")
-        for file in _files(path, lessons):
-            submission = by_learner.setdefault(file.learner, Submission(file.learner))
-            if file.problem:
-                submission.problems.append(printable(f"{file.where}: {file.problem}"))
-            elif file.data is not None:
-                _take(submission, file, tasks)
+            raise CourseError(f"no submission {path}", "give a notebook, a .py file or a folder of them")
+        for file, learner, lesson in _files(path, lessons):
+            submission = by_learner.setdefault(learner, Submission(learner))
+            where = file.relative_to(path).as_posix() if path.is_dir() else file.name
+            try:
+                _take(submission, file, where, lesson, tasks)
+            except Unreadable as error:
+                submission.problems.append(printable(f"{where}: {error}"))
     if not by_learner:
         raise CourseError(f"nothing to grade in {', '.join(map(str, paths))}", f"looked for {', '.join(KINDS)}")
     return [by_learner[learner] for learner in sorted(by_learner)]
 
 
-def _take(submission: Submission, file: _File, tasks: Mapping[str, Task]) -> None:
-    assert file.data is not None
-    if file.where.endswith("timestamp.txt"):
-        submission.stamps[file.lesson] = printable(file.data.decode(errors="replace").strip()[:40])
+def _take(submission: Submission, file: Path, where: str, lesson: str, tasks: Mapping[str, Task]) -> None:
+    """Add what one file holds."""
+    if file.suffix == ".zip":
+        raise Unreadable("is a zip: unpack it first")
+    if file.suffix not in KINDS and file.name != STAMP:
+        raise Unreadable(f"is none of {', '.join(KINDS)}")
+    data = _read(file, MAX_NOTEBOOK if file.suffix == ".ipynb" else MAX_SCRIPT)
+    if file.name == STAMP:
+        submission.stamps[lesson] = printable(data.decode(errors="replace").strip()[:40])
         return
-    try:
-        answers, skipped = answers_in(file.where, file.data, tasks)
-    except Unreadable as error:
-        submission.problems.append(printable(f"{file.where}: {error}"))
-        return
-    submission.problems += [printable(f"{file.where}: {said}") for said in skipped]
+    answers, skipped = answers_in(where, data, tasks)
+    submission.problems += [printable(f"{where}: {said}") for said in skipped]
     for name, source in answers.items():
         if name in submission.answers:
             counts = submission.files[name]
-            submission.problems.append(printable(f"{file.where}: {name} is in {counts} too, which counts"))
+            submission.problems.append(printable(f"{where}: {name} is in {counts} too, which counts"))
         else:
-            submission.answers[name], submission.files[name] = source, file.where
+            submission.answers[name], submission.files[name] = source, where
 
 
 def answers_in(name: str, data: bytes, tasks: Mapping[str, Task]) -> tuple[dict[str, str], list[str]]:
@@ -163,24 +146,15 @@ def _text(data: bytes) -> str:
         raise Unreadable(f"is not UTF-8 (byte {error.start}): save it as UTF-8") from None
 
 
-def _files(path: Path, lessons: set[str]) -> Iterator[_File]:
-    """The files under a given path, each with its learner."""
+def _files(path: Path, lessons: set[str]) -> Iterator[tuple[Path, str, str]]:
+    """The files under a given path, each with its learner and its lesson."""
     if not path.is_dir():
-        yield from _open(
-            path,
-            learner_id(path.stem if path.stem not in lessons else path.resolve().parent.name),
-            path.name,
-            path.stem,
-            lessons,
-            alone=True,
-        )
+        yield path, learner_id(path.stem if path.stem not in lessons else path.resolve().parent.name), path.stem
         return
     for count, file in enumerate(_walk(path)):
         if count > MAX_FILES:
             raise CourseError(f"more than {MAX_FILES} files in {path}", "give the folder of the submissions alone")
-        parts = file.relative_to(path).parts
-        learner, lesson = _owner(parts, path.resolve().name, lessons)
-        yield from _open(file, learner, "/".join(parts), lesson, lessons)
+        yield file, *_owner(file.relative_to(path).parts, path.resolve().name, lessons)
 
 
 def _owner(parts: Sequence[str], root: str, lessons: set[str]) -> tuple[str, str]:
@@ -206,37 +180,8 @@ def _walk(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder, followlinks=False):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
         for name in sorted(names):
-            if name.endswith(KINDS) or name == "timestamp.txt":
+            if name.endswith((*KINDS, ".zip")) or name == STAMP:
                 yield Path(root, name)
-
-
-def _open(file: Path, learner: str, where: str, lesson: str, lessons: set[str], alone: bool = False) -> Iterator[_File]:
-    """A file as it is, or the members of a zip."""
-    if file.suffix not in KINDS and file.name != "timestamp.txt":
-        yield _File(learner, where, lesson, None, f"is none of {', '.join(KINDS)}")
-        return
-    try:
-        data = _read(file, {".zip": MAX_ZIP, ".ipynb": MAX_NOTEBOOK}.get(file.suffix, MAX_SCRIPT))
-        if file.suffix != ".zip":
-            yield _File(learner, where, lesson, data)
-            return
-        members = unpacked(data)
-    except Unreadable as error:
-        yield _File(learner, where, lesson, None, str(error))
-        return
-    shared = _of_several([name for name, _ in members], lessons) if alone else False
-    for name, content in members:
-        whose, lesson = _owner(name.split("/"), learner, lessons)
-        yield _File(whose if shared else learner, f"{where}/{name}", lesson, content)
-
-
-def _of_several(names: Sequence[str], lessons: set[str]) -> bool:
-    """Whether a zip is of a class, not of one learner: several folders, or several files that no lesson is named as."""
-    folders = {name.split("/")[0] for name in names if "/" in name}
-    files = {PurePosixPath(name).stem for name in names if "/" not in name}
-    if folders == {"submitted"}:
-        return True
-    return (len(folders) > 1 and not files) or (len(files) > 1 and not folders and not files & lessons)
 
 
 def _read(file: Path, most: int) -> bytes:
@@ -257,56 +202,3 @@ def _read(file: Path, most: int) -> bytes:
         if about.st_size > most:
             raise Unreadable(f"has {about.st_size >> 20} MiB, the limit is {most >> 20}: clear its outputs")
         return opened.read(most)
-
-
-def unpacked(data: bytes) -> list[tuple[str, bytes]]:
-    """The notebooks and scripts in a zip, after all of it has been looked through.
-
-    Raises:
-        Unreadable: no zip, or one with a path that leaves it, a link, or more than it should hold.
-    """
-    end = data.rfind(b"PK\5\6")
-    if end < 0 or end + 22 > len(data) or struct.unpack_from("<I", data, end + 12)[0] > MAX_DIRECTORY:
-        raise Unreadable("is not a zip, or has too long a table of contents")
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            members = archive.infolist()
-            _look_through(members)
-            return [
-                (member.filename, _member(archive, member))
-                for member in members
-                if not member.is_dir() and _wanted(member.filename)
-            ]
-    except Unreadable:
-        raise
-    except Exception as error:  # zipfile and the decompressors raise a dozen kinds
-        raise Unreadable(f"is a damaged zip ({type(error).__name__})") from None
-
-
-def _wanted(name: str) -> bool:
-    path = PurePosixPath(name)
-    return path.suffix in (".ipynb", ".py") and not any(part.startswith((".", "__")) for part in path.parts)
-
-
-def _look_through(members: Sequence[Any]) -> None:
-    if len(members) > MAX_MEMBERS:
-        raise Unreadable(f"has {len(members)} members, the limit is {MAX_MEMBERS}")
-    if sum(member.file_size for member in members) > MAX_UNPACKED:
-        raise Unreadable(f"unpacks to more than {MAX_UNPACKED >> 20} MiB")
-    for member in members:
-        path = PurePosixPath(member.filename)
-        if path.is_absolute() or ".." in path.parts or "\\" in member.filename or ":" in member.filename:
-            raise Unreadable("has a member outside its own folder")
-        if stat.S_ISLNK(member.external_attr >> 16):
-            raise Unreadable("has a link in it")
-        if member.flag_bits & 1:
-            raise Unreadable("is encrypted")
-
-
-def _member(archive: Any, member: Any) -> bytes:
-    most = MAX_NOTEBOOK if member.filename.endswith(".ipynb") else MAX_SCRIPT
-    with archive.open(member) as opened:
-        data = opened.read(most + 1)
-    if len(data) > most:
-        raise Unreadable(f"has a member of more than {most >> 20} MiB")
-    return data

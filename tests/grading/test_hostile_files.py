@@ -1,11 +1,9 @@
 """The tenth family: hostile files. Each harms a reader without defences; ours says what is wrong and reads on."""
 
-import io
 import json
 import os
 import stat
 import tracemalloc
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -33,20 +31,6 @@ def notebook(*cells):
     return json.dumps({"cells": list(cells), "metadata": {}, "nbformat": 4, "nbformat_minor": 5}).encode()
 
 
-def zipped(*members, **kinds):
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", kinds.get("kind", zipfile.ZIP_STORED)) as archive:
-        for name, data in members:
-            archive.writestr(name, data)
-    return out.getvalue()
-
-
-def link_member(target):
-    info = zipfile.ZipInfo("90_toys.py")
-    info.external_attr = (stat.S_IFLNK | 0o777) << 16
-    return info, target
-
-
 # What an undefended reader does, and by what one sees the harm.
 
 
@@ -56,42 +40,12 @@ def naive_json(path: Path, folder: Path):
     return "".join("".join(c["source"]) for c in data["cells"])
 
 
-def naive_unzip(path: Path, folder: Path):
-    """Extracts by name, as shell scripts and older libraries do."""
-    with zipfile.ZipFile(path) as archive:
-        for member in archive.infolist():
-            target = folder / "out" / member.filename
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if stat.S_ISLNK(member.external_attr >> 16):
-                target.symlink_to(archive.read(member).decode())
-            else:
-                target.write_bytes(archive.read(member))
-
-
 def raises(call, path, folder):
     try:
         call(path, folder)
     except (Exception, RecursionError):
         return True
     return False
-
-
-def escapes(path, folder):
-    (folder / "out").mkdir()
-    naive_unzip(path, folder)
-    return (folder / "evil.py").exists()
-
-
-def follows(path, folder):
-    (folder / "out").mkdir()
-    naive_unzip(path, folder)
-    return "root:" in (folder / "out" / "90_toys.py").read_text()
-
-
-def swells(path, folder):
-    (folder / "out").mkdir()
-    naive_unzip(path, folder)
-    return sum(file.stat().st_size for file in (folder / "out").rglob("*")) > 100 * path.stat().st_size
 
 
 def eats_memory(path, folder):
@@ -131,29 +85,8 @@ FILES = {
     "an endless number": ("x.ipynb", b'{"cells": ' + b"9" * 10_000 + b"}", breaks, "not a notebook"),
     "200 MB": ("x.ipynb", large_notebook, eats_memory, "200 MiB"),
     "a pipe": ("x.ipynb", os.mkfifo, waits, "ordinary"),
+    "a zip": ("x.zip", b"PK\x03\x04", breaks, "unpack it first"),
     "a link to a file of ours": ("x.py", lambda path: path.symlink_to("/etc/passwd"), leaks, "link"),
-    "a zip with ../": ("x.zip", zipped(("../evil.py", RIGHT)), escapes, "outside"),
-    "a zip with ../ deep inside": ("x.zip", zipped(("a/b/../../../evil.py", RIGHT)), escapes, "outside"),
-    "a zip with a link": ("x.zip", zipped(link_member("/etc/passwd")), follows, "link"),
-    "a zip that swells": (
-        "x.zip",
-        zipped(("90_toys.py", bytes(110 << 20)), kind=zipfile.ZIP_DEFLATED),
-        swells,
-        "unpacks",
-    ),
-    "a zip of many": (
-        "x.zip",
-        zipped(*((f"{i}.py", b"") for i in range(2001))),
-        lambda path, folder: raises(naive_json, path, folder),
-        "members",
-    ),
-    "no zip": ("x.zip", b"PK\x03\x04 and so on", lambda path, folder: raises(naive_unzip, path, folder), "not a zip"),
-    "half a zip": (
-        "x.zip",
-        zipped(("90_toys.py", RIGHT))[40:],
-        lambda path, folder: raises(naive_unzip, path, folder),
-        "damaged",
-    ),
 }
 
 
@@ -219,39 +152,28 @@ def test_changed_metadata_gives_no_answer(tmp_path, cells):
 
 
 def test_whose_is_what(tmp_path):
-    inner = zipped(("90_toys.py", RIGHT))
     files = {
         "nbgrader/submitted/anna/90_toys/90_toys.ipynb": notebook(cell(RIGHT)),
         "flat/berta.ipynb": notebook(cell(RIGHT)),
         "flat/carl.py": RIGHT.encode(),
-        "flat/dora.zip": inner,
         "folders/emil/90_toys.py": RIGHT.encode(),
         "folders/frieda/deep/x.ipynb": notebook(cell(RIGHT)),
         "gustav/90_toys.ipynb": notebook(cell(RIGHT)),
-        "hall.zip": zipped(("heidi/90_toys.py", RIGHT), ("ida/90_toys.py", RIGHT)),
-        "jan.zip": inner,
         "nbgrader/submitted/anna/90_toys/timestamp.txt": b"2026-11-21 10:00:00 UTC\n",
         "flat/evil = cmd.py": RIGHT.encode(),
     }
     for name, data in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(data)
-    answers = read_submissions(
-        [tmp_path / place for place in ("nbgrader", "flat", "folders", "gustav", "hall.zip", "jan.zip")], TASKS
-    )
+    answers = read_submissions([tmp_path / place for place in ("nbgrader", "flat", "folders", "gustav")], TASKS)
     names = [submission.learner for submission in answers]
-    assert names[:4] == ["anna", "berta", "carl", "dora"] and names[4] == "emil"
     assert [learner for learner in names if not learner.startswith("evil")] == [
         "anna",
         "berta",
         "carl",
-        "dora",
         "emil",
         "frieda",
         "gustav",
-        "heidi",
-        "ida",
-        "jan",
     ]
     assert all(submission.answers["toy.total"] == RIGHT and not submission.problems for submission in answers)
     assert answers[0].stamps == {"90_toys": "2026-11-21 10:00:00 UTC"}
