@@ -1,5 +1,11 @@
-"""Writes HTML reports: one per learner, one for the class. What a learner wrote is shown as text, never as markup."""
+"""Writes grades as nbgrader's CSV, as JSON, and as HTML: a page per learner, and one for the class.
 
+What a learner wrote is shown as text, never as markup.
+"""
+
+import csv
+import io
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,14 +13,30 @@ from typing import Any
 
 import jinja2
 
-from course_lib.grading import exports
-from course_lib.grading.exports import Grades
 from course_lib.grading.submissions import Submission
 from course_lib.grading.task import Task
+from course_lib.grading.verdict import Verdict
 from course_lib.writing import write_text
 
 UNSAFE = "These answers ran without a sandbox: the grades are only as trustworthy as the submissions."
 BINS = 10
+Grades = Mapping[str, Mapping[str, Verdict]]
+"""Verdicts by learner and task."""
+
+# nbgrader/plugins/export.py, ExportPlugin's order.
+COLUMNS = (
+    "assignment",
+    "duedate",
+    "timestamp",
+    "student_id",
+    "last_name",
+    "first_name",
+    "email",
+    "raw_score",
+    "late_submission_penalty",
+    "score",
+    "max_score",
+)
 
 
 def write_all(
@@ -26,11 +48,9 @@ def write_all(
     isolated: bool,
     hidden: bool,
 ) -> None:
-    """grades.csv, grades.json, junit.xml, gradescope/, learners/NAME.html and class.html in a folder."""
-    exports.write_csv(out / "grades.csv", grades, tasks, submissions)
-    exports.write_json(out / "grades.json", grades, submissions)
-    exports.write_junit(out / "junit.xml", grades)
-    exports.write_gradescope(out / "gradescope", grades, tasks)
+    """grades.csv, grades.json, learners/NAME.html and class.html in a folder."""
+    _write_csv(out / "grades.csv", grades, tasks, submissions)
+    _write_json(out / "grades.json", grades, submissions)
     notes = ([] if isolated else [UNSAFE]) + ([] if hidden else ["Graded by the public cases alone."])
     problems = {submission.learner: submission.problems for submission in submissions}
     (out / "learners").mkdir(exist_ok=True)
@@ -52,6 +72,43 @@ def write_all(
             title="The class", grades=grades, tasks=tasks, notes=notes, problems=problems, **_statistics(grades, tasks)
         ),
     )
+
+
+def _write_csv(path: Path, grades: Grades, tasks: Mapping[str, Task], submissions: Sequence[Submission]) -> None:
+    """One line per learner and lesson, with the columns that nbgrader exports; what is not known here is empty."""
+    out = io.StringIO()
+    table = csv.writer(out, lineterminator="\n")
+    table.writerow(COLUMNS)
+    stamps = {submission.learner: submission.stamps for submission in submissions}
+    for learner, verdicts in grades.items():
+        for lesson in dict.fromkeys(tasks[name].lesson for name in verdicts):
+            own = [verdict for name, verdict in verdicts.items() if tasks[name].lesson == lesson]
+            score, most = sum(verdict.points for verdict in own), sum(verdict.maximum for verdict in own)
+            table.writerow(
+                [_cell(text) for text in (lesson, "", stamps[learner].get(lesson, ""), learner, "", "", "")]
+                + [score, 0, score, most]
+            )
+    write_text(path, out.getvalue())
+
+
+def _cell(text: str) -> str:
+    """Text that no spreadsheet takes for a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+
+
+def _write_json(path: Path, grades: Grades, submissions: Sequence[Submission]) -> None:
+    """Everything, by learner: points, problems of the submission, each task's verdict."""
+    problems = {submission.learner: submission.problems for submission in submissions}
+    data = {
+        learner: {
+            "points": sum(v.points for v in own.values()),
+            "maximum": sum(v.maximum for v in own.values()),
+            "problems": problems[learner],
+            "tasks": {name: v.to_json() for name, v in own.items()},
+        }
+        for learner, own in grades.items()
+    }
+    write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def _statistics(grades: Grades, tasks: Mapping[str, Task]) -> dict[str, Any]:
