@@ -41,9 +41,6 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--self_test", action="store_true", help="grade stubs, solutions and planted wrong answers, and print the table"
     )
-    parser.add_argument(
-        "--mutants", action="store_true", help="with --self_test: grade mutants of the solutions instead; some minutes"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,12 +53,6 @@ def run(args: argparse.Namespace) -> int:
     from course_lib.launching.cores import usable_cores
 
     tasks = chosen(TASKS, args.tasks)
-    if args.mutants and not args.self_test:
-        raise ConfigError("--mutants goes with --self-test", "course grade --self-test --mutants")
-    if args.mutants:
-        from course_lib.grading import mutants
-
-        return mutants.report(tasks)
     if args.self_test:
         return self_test(tasks)
     if not args.submissions:

@@ -3,6 +3,7 @@
 Planted answers live in ``solutions/planted/*.py``, one table `PLANTED` per lesson: the solution with one thing wrong.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from course_lib.errors import DataError
 from course_lib.grading import masters, own_code
 from course_lib.grading.check import SECONDS_OF_CPU, SECONDS_PER_CASE, CheckJob, Report, observe
 from course_lib.grading.hidden import hidden_cases, load, solutions_folder
-from course_lib.grading.task import Observation, Task
+from course_lib.grading.task import Case, Observation, Task
 from course_lib.grading.tasks import TASKS
 from course_lib.launching.launch import RankError, RanksHung
 
@@ -21,6 +22,8 @@ PATIENCE = 1.0
 """Seconds without a rank that computes, in a wrong answer: most of those that wait do so in vain."""
 MOST = 10.0
 """CPU seconds that a wrong answer may take for a case."""
+PATIENT = (SECONDS_PER_CASE, SECONDS_OF_CPU)
+"""Both, of a right one."""
 
 
 @dataclass(frozen=True)
@@ -102,32 +105,44 @@ def table(tasks: Mapping[str, Task] | Iterable[Task] = TASKS, folder: Path | Non
     rows = []
     for task, answers in _answers(folder, chosen):
         cases = [*task.cases(random.Random(0)), *hidden_cases(task, random.Random(seed), folder)]
-        jobs = []
-        for number, (answer, _, source) in enumerate(answers):
-            function = function_of(task, source)
-            limits = (SECONDS_PER_CASE, SECONDS_OF_CPU) if answer == "solution" else (PATIENCE, MOST)
-            jobs.append([CheckJob(task, function, case, number, *limits) for case in cases])
-        for (answer, loses, _), observed in zip(answers, observe_all(jobs), strict=True):
-            findings = tuple(
-                finding for case, seen in zip(cases, observed, strict=True) for finding in task.judge(case, seen)
-            )
-            rows.append(_row(Report(task, findings), answer, loses))
+        limited = [
+            (function_of(task, source), *(PATIENT if answer == "solution" else (PATIENCE, MOST)))
+            for answer, _, source in answers
+        ]
+        judged = zip(answers, reports(task, limited, cases), strict=True)
+        rows += [_row(report, answer, loses) for (answer, loses, _), report in judged]
     return rows
 
 
-def observe_all(answers: Sequence[Sequence[CheckJob]]) -> list[list[list[Observation]]]:
+def reports(
+    task: Task, answers: Sequence[tuple[Callable[..., Any], float, float]], cases: Sequence[Case]
+) -> list[Report]:
+    """What a check says of several answers, each with its `CheckJob.seconds` and `CheckJob.most`."""
+    jobs = [
+        [CheckJob(task, function, case, number, seconds, most) for case in cases]
+        for number, (function, seconds, most) in enumerate(answers)
+    ]
+    return [
+        Report(task, tuple(itertools.chain.from_iterable(map(task.judge, cases, observed))))
+        for observed in _observed(jobs)
+    ]
+
+
+def _observed(answers: Sequence[Sequence[CheckJob]]) -> list[list[list[Observation]]]:
     """Observations of several answers, by answer, case and rank, in as few launches as may be.
 
     Where a launch ends badly its answers are launched anew in two halves, until the one that ends it is alone: then
     its error is what is observed.
     """
+    if not answers:
+        return []
     try:
         observed = iter(observe([job for jobs in answers for job in jobs]))
     except (RankError, RanksHung) as error:
         if len(answers) == 1:
             return [[[{"error": str(error).splitlines()[0]}] for _ in answers[0]]]
         half = len(answers) // 2
-        return observe_all(answers[:half]) + observe_all(answers[half:])
+        return _observed(answers[:half]) + _observed(answers[half:])
     return [[next(observed) for _ in jobs] for jobs in answers]
 
 
