@@ -101,11 +101,9 @@ def command_line() -> "tuple[Parser, argparse._SubParsersAction[Parser]]":
     )
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument(
-        "--install_completion",
-        nargs="?",
-        const="",
-        metavar="SHELL",
-        help="have bash, zsh or fish complete commands, options and values [your shell]",
+        "--print_completion",
+        choices=completion.SHELLS,
+        help="print the script by which a shell completes commands, options and values",
     )
     commands = parser.add_subparsers(metavar="COMMAND", parser_class=Parser)
     for command in COMMANDS:
@@ -135,8 +133,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             spelt=_only(argv[0], near(argv[0], commands.choices)),
         )
     args, unknown = parser.parse_known_args([underscored(token) for token in argv])
-    if args.install_completion is not None:
-        args.run = lambda _: completion.install(parser, args.install_completion)
+    if args.print_completion:
+        args.run = lambda _: completion.run(parser, args.print_completion)
         return args
     if not hasattr(args, "run"):
         parser.print_help()
