@@ -141,23 +141,9 @@ def start_anew(num_processes: int, arguments: Sequence[str]) -> "RanksEnded":
     os.environ["PET_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in SIGNALS)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE))
     # "multi_gpu" is what Accelerate calls one process per device; with ACCELERATE_USE_CPU it keeps the CPU.
-    launcher = launch_command_parser().parse_args(
-        [
-            "--multi_gpu",
-            "--num_processes",
-            str(num_processes),
-            "--num_machines",
-            "1",
-            "--main_process_port",
-            "0",
-            "--mixed_precision",
-            "no",
-            "--dynamo_backend",
-            "no",
-            str(CLI),
-            *arguments,
-        ]
-    )
+    options = ["--multi_gpu", "--num_processes", str(num_processes), "--num_machines", "1", "--main_process_port", "0"]
+    options += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    launcher = launch_command_parser().parse_args([*options, str(CLI), *arguments])
     try:
         launch_command(launcher)
     except ChildFailedError as error:

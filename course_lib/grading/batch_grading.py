@@ -6,13 +6,12 @@ it has and grades the rest.
 
 import contextlib
 import hashlib
-import itertools
 import json
 import random
 import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,19 +88,10 @@ class Grading:
             return submission.learner, name, self._grade_one(submission, name, seed, hidden[name], stop)
 
         with ThreadPoolExecutor(self.jobs) as pool:
-            rest = iter(waiting)
-            running: set[Future] = set()
             try:
-                while True:
-                    for submission, name in _first(rest, 2 * self.jobs - len(running)):
-                        running.add(pool.submit(one, submission, name))
-                    if not running:
-                        return
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        result = future.result()
-                        if result:
-                            yield result
+                for future in as_completed([pool.submit(one, submission, name) for submission, name in waiting]):
+                    if result := future.result():
+                        yield result
             finally:
                 stop.set()  # those under way end at once, without a verdict
 
@@ -157,7 +147,3 @@ class Grading:
             return seed
         except OSError as error:
             raise CourseError(f"cannot write to {self.out}: {error.strerror}", "give another folder by --out") from None
-
-
-def _first(items: Iterator, count: int) -> list:
-    return list(itertools.islice(items, max(count, 0)))

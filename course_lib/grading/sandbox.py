@@ -126,22 +126,9 @@ class Sandbox:
             rules.write(seccomp.program())
             rules.flush()
             rules.seek(0)
-            command = [
-                str(bubblewrap()),
-                "--unshare-all",
-                "--unshare-user",
-                "--disable-userns",
-                "--new-session",
-                "--as-pid-1",
-                "--die-with-parent",
-                "--cap-drop",
-                "ALL",
-                "--hostname",
-                "sandbox",
-                "--clearenv",
-                "--seccomp",
-                str(rules.fileno()),
-            ]
+            command = [str(bubblewrap()), "--unshare-all", "--unshare-user", "--disable-userns", "--new-session"]
+            command += ["--as-pid-1", "--die-with-parent", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"]
+            command += ["--seccomp", str(rules.fileno())]
             for name, value in _environment(SCRATCH).items():
                 command += ["--setenv", name, value]
             # First of all, as the course itself may lie below it.
@@ -149,23 +136,8 @@ class Sandbox:
             command += [*_system(), "--ro-bind", str(PACKAGE), str(INSIDE / PACKAGE.name)]
             for i, folder in enumerate(folders):
                 command += ["--ro-bind", str(folder), str(INSIDE / f"more{i}")]
-            command += [
-                "--proc",
-                "/proc",
-                "--dev",
-                "/dev",
-                "--size",
-                str(limits.disk),
-                "--tmpfs",
-                "/dev/shm",
-                "--remount-ro",
-                "/dev",
-                "--remount-ro",
-                "/",
-                "--chdir",
-                SCRATCH,
-                "--",
-            ]
+            command += ["--proc", "/proc", "--dev", "/dev", "--size", str(limits.disk), "--tmpfs", "/dev/shm"]
+            command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", SCRATCH, "--"]
             yield [*command, *program], (rules.fileno(),)
 
 
