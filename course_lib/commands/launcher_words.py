@@ -1,14 +1,16 @@
 """Settings of ``accelerate launch`` as options of this course, one row per environment variable that it leaves.
 
-A word is taken (it becomes options), refused with what to give instead, or decides nothing here. Words that others read
-(torch, CUDA, Accelerate's own state) are in :data:`READ_BY_OTHERS`.
+A word is taken (it becomes options), refused with what to give instead, or decides nothing here: launcher_words.yaml
+has them all.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from course_lib.errors import ConfigError
 
@@ -16,8 +18,9 @@ Leaves = Mapping[str, tuple[str, ...]]
 """Values by option: the first is taken where the run says nothing, and any of them agrees with the launcher."""
 Words = Mapping[str, str]
 """Values by name, in lower case except for paths."""
+Values = Mapping[str, list[str]]
+"""Some values of other words, by name; of a word that is not there the empty one."""
 
-NOTHING: Leaves = {}
 LAUNCHER = "accelerate launch"
 
 
@@ -32,20 +35,32 @@ class Word:
         means: options by value; an empty mapping for a value that says nothing.
         instead: what to give in place of any other value; empty where such values decide nothing here.
         besides: options that go with ``option``.
-        where: whether the launcher reads the word, by all of its words.
+        all_of: the row counts where all of these words have one of these values,
+        any_of: one of them has,
+        none_of: and none of them has.
     """
 
     name: str
     option: str = ""
-    means: Mapping[str, Leaves] | None = None
+    means: Mapping[str, Leaves] = field(default_factory=dict)
     instead: str = ""
     besides: Leaves = field(default_factory=dict)
-    where: Callable[[Words], bool] = lambda words: True
+    all_of: Values = field(default_factory=dict)
+    any_of: Values = field(default_factory=dict)
+    none_of: Values = field(default_factory=dict)
 
     @property
     def shown(self) -> str:
         """The word as the launcher's own help has it."""
         return self.name.lower().removeprefix("accelerate_").removeprefix("deepspeed_")
+
+    def counts(self, words: Words) -> bool:
+        """Whether the launcher reads the word, by all of its words."""
+
+        def hold(values: Values) -> list[bool]:
+            return [words.get(name, "").lower() in listed for name, listed in values.items()]
+
+        return all(hold(self.all_of)) and any(hold(self.any_of) or [True]) and not any(hold(self.none_of))
 
     def read(self, value: str) -> Leaves:
         """Value of the word in our options.
@@ -53,252 +68,41 @@ class Word:
         Raises:
             ConfigError: it has no counterpart here.
         """
-        if self.means is not None and value.lower() in self.means:
+        if value.lower() in self.means:
             return self.means[value.lower()]
         if self.option:
             return {self.option: (value.lower(),), **self.besides}
         if self.instead:
             raise ConfigError(f"{LAUNCHER} says {self.shown} {value}, which is not here", self.instead)
-        return NOTHING
+        return {}
 
 
-def _flag(leaves: Leaves) -> dict[str, Leaves]:
-    """The meaning of a word that is true or false."""
-    return {"true": leaves, "1": leaves, "false": NOTHING, "0": NOTHING, "none": NOTHING}
+def _word(name: str, about: Mapping[str, Any]) -> Word:
+    """A row of the file."""
+    means = {value: _leaves(options) for value, options in about.get("means", {}).items()}
+    return Word(
+        name,
+        about.get("option", ""),
+        dict.fromkeys(about.get("nothing", ()), {}) | means,
+        about.get("instead", ""),
+        _leaves(about.get("besides", {})),
+        about.get("if", {}),
+        about.get("if_any", {}),
+        about.get("unless", {}),
+    )
 
 
-ONE: Mapping[str, Leaves] = {"1": NOTHING, "auto": NOTHING, "none": NOTHING}
-"""A number that says nothing where it is 1, as launchers write it without being asked."""
-OFF: Mapping[str, Leaves] = {"false": NOTHING, "0": NOTHING, "none": NOTHING, "no": NOTHING, "auto": NOTHING}
-PRECISIONS: Mapping[str, Leaves] = {
-    "no": NOTHING,
-    "bf16": {"mixed_precision": ("bf16",)},
-    "fp16": {"mixed_precision": ("fp16",)},
-}
-NOT_DEEPSPEED = ("torch", "scratch", "accelerate")
-FULL: Leaves = {"strategy": ("fsdp", "zero3"), "engine": NOT_DEEPSPEED}
-GRADIENTS: Leaves = {"strategy": ("zero2",), "engine": NOT_DEEPSPEED[:2]}
-SHARDING: Mapping[str, Leaves] = {
-    "full_shard": FULL,
-    "1": FULL,
-    "shard_grad_op": GRADIENTS,
-    "2": GRADIENTS,
-    "no_shard": {"strategy": ("ddp",)},
-    "3": {"strategy": ("ddp",)},
-}
-HYBRID = "use --strategy fsdp --shard_group_size N, the GPUs of a node, and no --use_fsdp for the launcher"
-STAGES: Mapping[str, Leaves] = {"0": {"strategy": ("ddp",)}, "auto": NOTHING} | {
-    str(stage): {"strategy": (f"zero{stage}",), "engine": ("deepspeed",)} for stage in (1, 2, 3)
-}
-DISK = "use --offload optimizer or parameters, in the host's memory: nothing is offloaded to disks here"
+def _leaves(options: Mapping[str, str | list[str]]) -> Leaves:
+    return {name: (values,) if isinstance(values, str) else tuple(values) for name, values in options.items()}
 
 
-def _offloaded(what: str) -> Mapping[str, Leaves]:
-    """The meaning of a device that state is offloaded to."""
-    return {"none": NOTHING, "auto": NOTHING, "cpu": {"offload": (what, "parameters")}}
-
-
-def _is(name: str, *values: str) -> Callable[[Words], bool]:
-    """Whether another word has one of these values."""
-    return lambda words: words.get(name, "").lower() in values
-
-
-def _fsdp(version: str) -> Callable[[Words], bool]:
-    return lambda words: _is("ACCELERATE_USE_FSDP", "true")(words) and words.get("FSDP_VERSION", "1") == version
-
-
-def _compiles(words: Words) -> bool:
-    return words.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
-
-
-def _hybrid(words: Words) -> bool:
-    return words.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1") != "1"
-
-
-_uses_fsdp, _uses_deepspeed = _is("ACCELERATE_USE_FSDP", "true"), _is("ACCELERATE_USE_DEEPSPEED", "true")
-COMPILE = "use --torch_compile: Inductor in its default mode, block by block"
-
-WORDS = (
-    Word(
-        "ACCELERATE_MIXED_PRECISION",
-        means=PRECISIONS,
-        instead="use --mixed_precision bf16 or fp16: matrix products of 8 bits are not here",
-    ),
-    Word("ACCELERATE_DYNAMO_BACKEND", means={"no": NOTHING, "inductor": {"torch_compile": ("true",)}}, instead=COMPILE),
-    Word("ACCELERATE_DYNAMO_MODE", means={"default": NOTHING, "none": NOTHING}, instead=COMPILE, where=_compiles),
-    Word("ACCELERATE_DYNAMO_USE_FULLGRAPH", means=OFF, instead=COMPILE, where=_compiles),
-    Word(
-        "ACCELERATE_DYNAMO_USE_DYNAMIC",
-        means=OFF,
-        where=_compiles,
-        instead="use --torch_compile alone: shapes are fixed where all rows are of one length, else of any size",
-    ),
-    Word("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"),  # as --torch_compile always compiles
-    Word("ACCELERATE_USE_FSDP"),  # its version says which of the next three counts
-    Word("FSDP_VERSION"),
-    Word("FSDP_SHARDING_STRATEGY", means=SHARDING, instead=HYBRID, where=_fsdp("1")),
-    Word(
-        "FSDP_RESHARD_AFTER_FORWARD",
-        means={"true": FULL, "1": FULL, "false": GRADIENTS, "0": GRADIENTS},
-        instead="use --strategy fsdp or zero2",
-        where=_fsdp("2"),
-    ),
-    Word("FSDP_OFFLOAD_PARAMS", means=_flag({"offload": ("parameters", "optimizer")}), where=_uses_fsdp),
-    Word("FSDP_ACTIVATION_CHECKPOINTING", means=_flag({"activation_checkpointing": ("true",)}), where=_uses_fsdp),
-    Word(
-        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
-        means=OFF,
-        where=_uses_fsdp,
-        instead="use --activation_checkpointing, which recomputes",
-    ),
-    Word(
-        "FSDP_IGNORED_MODULES",
-        means={"none": NOTHING},
-        where=_uses_fsdp,
-        instead="leave it out: every parameter is sharded",
-    ),
-    Word("FSDP_AUTO_WRAP_POLICY"),  # the blocks of the model are the units; so for the next three
-    Word("FSDP_MIN_NUM_PARAMS"),
-    Word("FSDP_TRANSFORMER_CLS_TO_WRAP"),
-    Word("FSDP_USE_ORIG_PARAMS"),
-    Word("FSDP_BACKWARD_PREFETCH"),  # how far ahead is fetched changes no number; so for the next
-    Word("FSDP_FORWARD_PREFETCH"),
-    Word("FSDP_STATE_DICT_TYPE"),  # checkpoints have the course's own form
-    Word("FSDP_CPU_RAM_EFFICIENT_LOADING"),  # every rank loads the same weights; so for the next
-    Word("FSDP_SYNC_MODULE_STATES"),
-    Word("ACCELERATE_USE_DEEPSPEED"),  # with the stage below
-    Word(
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-        means=STAGES,
-        instead="use --strategy zero1, zero2 or zero3",
-        where=_uses_deepspeed,
-    ),
-    Word("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", option="gradient_accumulation_steps", means=ONE),
-    Word(
-        "--gradient_accumulation_steps",
-        option="gradient_accumulation_steps",
-        means=ONE,
-        where=lambda words: not _uses_deepspeed(words),
-    ),
-    Word("ACCELERATE_GRADIENT_CLIPPING", option="max_grad_norm", means={"none": NOTHING, "auto": NOTHING}),
-    Word(
-        "--gradient_clipping",
-        option="max_grad_norm",
-        means={"none": NOTHING},
-        where=lambda words: not _uses_deepspeed(words),
-    ),
-    Word("--mixed_precision", means={"no": {"mixed_precision": ("no",)}}),  # typed; by default the variable says it
-    Word(
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-        means=_offloaded("optimizer"),
-        instead=DISK,
-        where=lambda words: (
-            _uses_deepspeed(words) and not _is("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu")(words)
-        ),
-    ),
-    Word(
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", means=_offloaded("parameters"), instead=DISK, where=_uses_deepspeed
-    ),
-    Word("ACCELERATE_DEEPSPEED_CONFIG_FILE"),  # each of its keys is a word: FILE_WORDS
-    Word("ACCELERATE_DEEPSPEED_ZERO3_INIT"),  # how much memory the model takes while it is made
-    Word("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),  # the trained model is whole, in float32
-    Word("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"),  # experts are found by their structure
-    Word("ACCELERATE_CONFIG_DS_FIELDS"),  # which of these words Accelerate has from its own file
-    Word("ACCELERATE_USE_PARALLELISM_CONFIG"),  # with the sizes below
-    Word("PARALLELISM_CONFIG_TP_SIZE", option="tensor_parallel_size", means=ONE),
-    Word("PARALLELISM_CONFIG_CP_SIZE", option="context_parallel_size", means=ONE),
-    Word(
-        "PARALLELISM_CONFIG_CP_COMM_STRATEGY",
-        means={"allgather": {"context_parallel": ("allgather",)}, "alltoall": {"context_parallel": ("zigzag", "ring")}},
-        instead="use --context_parallel",
-        where=lambda words: words.get("PARALLELISM_CONFIG_CP_SIZE", "1") != "1",
-    ),
-    Word(
-        "PARALLELISM_CONFIG_SP_SIZE",
-        option="context_parallel_size",
-        means=ONE,
-        besides={"context_parallel": ("ulysses",)},
-    ),
-    Word("PARALLELISM_CONFIG_DP_SHARD_SIZE", option="shard_group_size", means=ONE, where=_hybrid),
-    Word("PARALLELISM_CONFIG_DP_REPLICATE_SIZE"),  # what the other sizes leave of the ranks
-    Word("PARALLELISM_CONFIG_CP_BACKEND"),
-    Word("PARALLELISM_CONFIG_SP_*"),  # with the size above
-    Word(
-        "ACCELERATE_USE_MEGATRON_LM",
-        means=OFF,
-        instead="use --tensor_parallel_size, --training_type pipeline, "
-        "--context_parallel_size or --expert_parallel_size, and no --use_megatron_lm for the launcher",
-    ),
-    Word("MEGATRON_LM_*"),
-    Word("ACCELERATE_FP8_*"),  # with the precision fp8
-    Word("ACCELERATE_USE_SAGEMAKER", means=OFF, instead="use `course submit --to sagemaker`"),
-    Word("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"),
-    Word("XLA_USE_BF16", means=OFF, instead="train on GPUs or CPUs: the course does not know TPUs"),
-    Word("XLA_DOWNCAST_BF16", means=OFF, instead="train on GPUs or CPUs: the course does not know TPUs"),
-)
+_FILE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+WORDS = tuple(_word(name, about or {}) for name, about in _FILE["environment"].items())
 """What the launcher of Accelerate leaves in the environment for the script that it starts. A `*` stands for any end."""
-
-READ_BY_OTHERS = {
-    "ACCELERATE_USE_CPU": "training/precision.py, as --device cpu",
-    "ACCELERATE_CPU_AFFINITY": "Accelerate, which binds a rank to the cores near its GPU",
-    "ACCELERATE_DEBUG_MODE": "Accelerate, which compares shapes before its own collectives",
-    "OMP_NUM_THREADS": "torch",
-    "KMP_AFFINITY": "Intel's OpenMP",
-    "KMP_BLOCKTIME": "Intel's OpenMP",
-    "CUDA_VISIBLE_DEVICES": "CUDA",
-    "PYTHONPATH": "Python",
-    "MASTER_ADDR": "torch.distributed",
-    "MASTER_PORT": "torch.distributed",
-} | dict.fromkeys(
-    (
-        "ZE_AFFINITY_MASK",
-        "MLU_VISIBLE_DEVICES",
-        "SDAA_VISIBLE_DEVICES",
-        "MUSA_VISIBLE_DEVICES",
-        "ASCEND_RT_VISIBLE_DEVICES",
-        "HABANA_VISIBLE_MODULES",
-        "NEURON_RT_VISIBLE_CORES",
-    ),
-    "drivers of accelerators that the course does not know, which training/precision.py says",
-)
-"""Words that reach whom they are for, by who reads them."""
-
-FILE_WORDS = (
-    Word("zero_optimization.stage", means=STAGES, instead="use --strategy zero1, zero2 or zero3"),
-    Word(
-        "zero_optimization.offload_optimizer.device",
-        means=_offloaded("optimizer"),
-        instead=DISK,
-        where=lambda words: not _is("zero_optimization.offload_param.device", "cpu")(words),
-    ),
-    Word("zero_optimization.offload_param.device", means=_offloaded("parameters"), instead=DISK),
-    Word("zero_optimization.*"),  # sizes of buckets, and what overlaps: they change no number
-    Word("bf16.enabled", means=_flag({"mixed_precision": ("bf16",)}) | {"auto": NOTHING}),
-    Word("fp16.enabled", means=_flag({"mixed_precision": ("fp16",)}) | {"auto": NOTHING}),
-    Word("fp16.*"),  # the scale of the loss begins as DeepSpeed has it
-    Word("bf16.*"),
-    Word("gradient_accumulation_steps", option="gradient_accumulation_steps", means=ONE),
-    Word("gradient_clipping", option="max_grad_norm", means={"auto": NOTHING}),
-    Word("train_micro_batch_size_per_gpu", option="batch_size", means={"auto": NOTHING}),
-    Word(
-        "train_batch_size",
-        option="global_batch_size",
-        means={"auto": NOTHING},
-        where=lambda words: any(
-            words.get(name, "auto") == "auto"
-            for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        ),
-    ),
-    Word("zero_allow_untested_optimizer"),
-    Word("zero_force_ds_cpu_optimizer"),
-    Word("steps_per_print"),
-    Word("wall_clock_breakdown"),
-    Word("timers.*"),
-    Word("optimizer.*", instead="use --optimizer, --learning_rate and --weight_decay"),
-    Word("scheduler.*", instead="use --lr_scheduler, --warmup_steps and --lr_scheduler_kwargs"),
-    Word("*", instead="take it out of DeepSpeed's file: `course train --help` lists what there is"),
-)
+FILE_WORDS = tuple(_word(name, about or {}) for name, about in _FILE["deepspeed_file"].items())
 """Keys of the file that ``--deepspeed_config_file`` names."""
+READ_BY_OTHERS = {name for names in _FILE["read_by_others"].values() for name in names}
+"""Words that reach whom they are for."""
 
 
 @dataclass(frozen=True)
@@ -331,17 +135,18 @@ def said(words: Words, beside: Path = Path()) -> list[Said]:
         ConfigError: something that is not here.
     """
     decide = {"ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_DEEPSPEED_CONFIG_FILE"}
-    if _uses_deepspeed(words) and not decide & {*words}:
+    uses_deepspeed = words.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+    if uses_deepspeed and not decide & {*words}:
         words = {**words, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}  # what Accelerate makes of none
     settings = _read(words, WORDS)
-    if (file := words.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")) and _uses_deepspeed(words):
+    if (file := words.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")) and uses_deepspeed:
         settings += _read(_keys_of(file, beside), FILE_WORDS)
     return settings
 
 
 def _read(words: Words, table: tuple[Word, ...]) -> list[Said]:
     rows = ((row(name, table), value) for name, value in words.items())
-    read = [Said(word, value, word.read(value)) for word, value in rows if word is not None and word.where(words)]
+    read = [Said(word, value, word.read(value)) for word, value in rows if word is not None and word.counts(words)]
     return [setting for setting in read if setting.leaves]
 
 
