@@ -26,9 +26,8 @@ What real ranks did, recorded line by line on one clock, and played: a lane for 
 down the lanes for a collective, hatched where a rank waits. The times are those of the machine that made the
 recording, with more ranks than cores at that; following the lines takes some 20 µs each.
 
-For another viewer, `course trace book/recordings/NAME.json` makes a trace of a recording, with the same arrows: open it
-at [ui.perfetto.dev](https://ui.perfetto.dev). [tools/recordings.py](source:tools/recordings.py) has what is recorded,
-and [metering/recorder.py](source:course_lib/metering/recorder.py) what records it.
+[tools/recordings.py](source:tools/recordings.py) has what is recorded, and
+[metering/recorder.py](source:course_lib/metering/recorder.py) what records it.
 """
 
 

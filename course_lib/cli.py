@@ -45,7 +45,6 @@ from course_lib.commands import (
     simulate,
     submit,
     sweep,
-    trace,
     train,
     watch,
 )
@@ -60,7 +59,6 @@ COMMANDS = (
     audit,
     watch,
     meter,
-    trace,
     schedule,
     plan,
     simulate,
