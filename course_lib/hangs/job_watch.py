@@ -15,11 +15,10 @@ class JobWatch:
     Args:
         seconds: without progress until the ranks report and end.
         folder: of the reports.
-        ends: as :class:`Watchdog` has it.
     """
 
-    def __init__(self, seconds: float, folder: str | Path, ends: bool = True):
-        self.watchdog, self._steps = Watchdog(seconds, folder, ends=ends), 0
+    def __init__(self, seconds: float, folder: str | Path):
+        self.watchdog, self._steps = Watchdog(seconds, folder), 0
         self.watchdog.__enter__()
         self._hook = register_optimizer_step_post_hook(self._stepped)
 
