@@ -30,11 +30,11 @@ def recorded(record: RankState) -> Iterator[None]:
     """Note this rank's calls on an emptied record; one that leaves without an exception has returned."""
     record.memory[:] = bytes(SIZE)
     recorder = FlightRecorder(record)
-    record.write_flags(RUNNING, False, False)
+    record.page.flags.state = RUNNING
     recorder.start()
     try:
         yield
-        record.write_flags(LEFT, False, False)
+        record.page.flags.state = LEFT
     finally:
         recorder.stop()
 

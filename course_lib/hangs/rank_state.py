@@ -1,10 +1,10 @@
 """Shared-memory record of one rank: counters, recent collectives and text, in a fixed layout written in place."""
 
+import ctypes
 import functools
 import json
 import mmap
 import os
-import struct
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
@@ -14,29 +14,65 @@ ISSUED, WAITED_FOR, ENDED = range(3)
 RUNNING, LEFT, FAILED = range(3)
 """State of a rank's training: under way, ended well, ended by an exception."""
 
-# Steps done + 1 (0: no beat yet); when the watchdog's thread looked, found progress, and noted the main thread's place;
-# its flags: state, hang declared, report written;
-# whether its main thread spins.
-_STEP = struct.Struct("=q")
-_LOOK = struct.Struct("=ddd")
-_FLAGS = struct.Struct("=BBB")
-_SPINS = struct.Struct("=B")
-_SERIAL = struct.Struct("=Q")
-# Serial, sequence, issued at, step, batch, waited at, state, size of the text that follows.
-_CALL = struct.Struct("=QQdqQQBH")
-_WAITED = struct.Struct("=QB")
-_WAITED_AT, _STATE_AT = struct.calcsize("=QQdqQ"), struct.calcsize("=QQdqQQ")
-_ORDER = struct.Struct("=8sQ")
-_STEP_AT, _LOOK_AT, _FLAGS_AT, _SPINS_AT, _WORDS_AT = 0, 64, 128, 192, 1024
-_ORDERS_AT, ORDERS = 1 << 17, 64
-_CALLS_AT, CALLS, CALL_SIZE = _ORDERS_AT + ORDERS * _ORDER.size, 128, 512
+ORDERS = 64
+CALLS = 128
 KEPT = 16
 """Calls that are kept for longer: the oldest that have not ended, while a host is far ahead of its GPU."""
-SIZE = _CALLS_AT + (CALLS + KEPT) * CALL_SIZE
-CALL_ROOM = CALL_SIZE - _CALL.size
-"""Bytes of text that a call's entry holds."""
+CALL_ROOM = 463
+"""Bytes of text that a call's entry holds: with its numbers half a KiB."""
 WORDS_ROOM = 10_000
 """Characters that a rank can leave for the others; as JSON a character takes up to 12 bytes."""
+
+
+class Flags(ctypes.Structure):
+    """State of the training, whether a hang is declared, whether the report is written; a record begins with them."""
+
+    _fields_ = [("state", ctypes.c_uint8), ("declared", ctypes.c_bool), ("reported", ctypes.c_bool)]
+
+    @property
+    def is_training(self) -> bool:
+        return self.state == RUNNING and not self.declared
+
+
+class _Order(ctypes.Structure):
+    """Last sequence of a stream, which is known by its digest."""
+
+    _fields_ = [("stream", ctypes.c_uint64), ("sequence", ctypes.c_uint64)]
+
+
+class _Entry(ctypes.Structure):
+    """A call, as :class:`Call` has it; serial 0: none, or one that is not yet whole. The text is JSON."""
+
+    _fields_ = [
+        ("serial", ctypes.c_uint64),
+        ("sequence", ctypes.c_uint64),
+        ("at", ctypes.c_double),
+        ("step", ctypes.c_int64),
+        ("batch", ctypes.c_uint64),
+        ("waited", ctypes.c_uint64),
+        ("state", ctypes.c_uint8),
+        ("text", ctypes.c_char * CALL_ROOM),
+    ]
+
+
+class _Page(ctypes.Structure):
+    """All that a rank says of itself."""
+
+    _fields_ = [
+        ("flags", Flags),
+        ("spins", ctypes.c_bool),  # the main thread
+        ("steps", ctypes.c_int64),  # done + 1; 0: no beat yet
+        ("looked_at", ctypes.c_double),  # by the watchdog's thread
+        ("progressed_at", ctypes.c_double),
+        ("placed_at", ctypes.c_double),  # when it noted the main thread's place
+        ("has_words", ctypes.c_bool),
+        ("words", ctypes.c_char * (1 << 17)),
+        ("orders", _Order * ORDERS),
+        ("calls", _Entry * (CALLS + KEPT)),
+    ]
+
+
+SIZE = ctypes.sizeof(_Page)
 
 Life = Literal["running", "stopped", "dead", "late", "silent", "left", "failed", "unseen"]
 
@@ -114,7 +150,7 @@ class RankSnapshot:
     placed_at: float = 0.0
     spins: bool = False
     calls: tuple[Call, ...] = ()
-    orders: dict[bytes, int] = field(default_factory=dict)
+    orders: dict[int, int] = field(default_factory=dict)
     words: dict[str, Any] = field(default_factory=dict)
     declared: bool = False
     reported: bool = False
@@ -126,20 +162,26 @@ class RankSnapshot:
 
 
 @functools.lru_cache(maxsize=4096)
-def digest(stream: str) -> bytes:
+def digest(stream: str) -> int:
     """A stream's name as the records have it."""
-    return blake2b(stream.encode(), digest_size=8).digest()
+    return int.from_bytes(blake2b(stream.encode(), digest_size=8).digest())
 
 
 class RankState:
-    """Record of one rank, which that rank alone writes."""
+    """Record of one rank, which that rank alone writes.
+
+    Attributes:
+        page: its numbers, to be read and set.
+    """
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("course-exchange") if hasattr(os, "memfd_create") else -1
         if self.descriptor >= 0:
             os.ftruncate(self.descriptor, SIZE)
         self.memory = mmap.mmap(self.descriptor, SIZE)
-        self._slots: dict[str, tuple[bytes, int]] = {}
+        self.page = _Page.from_buffer(self.memory)
+        self._calls, self._orders = list(self.page.calls), list(self.page.orders)  # views of the same memory
+        self._slots: dict[str, int] = {}
         self._kept: dict[int, int] = {}  # by serial, where a call is that was kept for longer
 
     def close(self) -> None:
@@ -147,67 +189,51 @@ class RankState:
         if self.descriptor >= 0:
             os.close(self.descriptor)
 
-    def write_step(self, step: int) -> None:
-        _STEP.pack_into(self.memory, _STEP_AT, step)
-
-    def write_look(self, now: float, progressed_at: float, placed_at: float) -> None:
-        """Note when the watchdog's thread ran, and what it found."""
-        _LOOK.pack_into(self.memory, _LOOK_AT, now, progressed_at, placed_at)
-
-    def write_flags(self, state: int, declared: bool, reported: bool) -> None:
-        _FLAGS.pack_into(self.memory, _FLAGS_AT, state, declared, reported)
-
-    def write_spins(self, spins: bool) -> None:
-        _SPINS.pack_into(self.memory, _SPINS_AT, spins)
-
     def write_words(self, words: dict[str, Any]) -> None:
         """Leave words for the others; what is too long loses its middle."""
         text = json.dumps({key: _cut(word) if isinstance(word, str) else word for key, word in words.items()}).encode()
-        struct.pack_into("=I", self.memory, _WORDS_AT, 0)
-        self.memory[_WORDS_AT + 4 : _WORDS_AT + 4 + len(text)] = text
-        struct.pack_into("=I", self.memory, _WORDS_AT, len(text))
+        self.page.has_words = False
+        self.page.words = text
+        self.page.has_words = True
 
     def write_call(
         self, serial: int, sequence: int, at: float, step: int, stream: str, text: bytes, batch: int = 0
     ) -> None:
         """Note a call that is about to be issued; ``text`` is JSON with its other fields, at most CALL_ROOM bytes."""
-        memory, start = self.memory, _at(serial % CALLS)
-        if stream not in self._slots:
-            self._slots[stream] = digest(stream), len(self._slots)
-        name, slot = self._slots[stream]
-        _CALL.pack_into(memory, start, 0, sequence, at, step, batch, 0, ISSUED, len(text))  # serial 0: not yet whole
-        memory[start + _CALL.size : start + _CALL.size + len(text)] = text
-        _SERIAL.pack_into(memory, start, serial)
+        entry, slot = self._calls[serial % CALLS], self._slots.setdefault(stream, len(self._slots))
+        entry.serial = 0
+        entry.sequence, entry.at, entry.step, entry.batch = sequence, at, step, batch
+        entry.waited, entry.state, entry.text = 0, ISSUED, text
+        entry.serial = serial
         if slot < ORDERS:
-            _ORDER.pack_into(memory, _ORDERS_AT + slot * _ORDER.size, name, sequence)
+            order = self._orders[slot]
+            order.stream, order.sequence = digest(stream), sequence
 
     def keep(self, serial: int) -> None:
         """Keep a call, which another is going to be written over, until it has ended; as long as there is room."""
-        start, free = self._start(serial), set(range(CALLS, CALLS + KEPT)) - set(self._kept.values())
-        if start is not None and free:
+        entry, free = self._entry(serial), set(range(CALLS, CALLS + KEPT)) - set(self._kept.values())
+        if entry is not None and free:
             slot = self._kept[serial] = min(free)
-            content = self.memory[start : start + CALL_SIZE]
-            self.memory[_at(slot) : _at(slot) + CALL_SIZE] = content
+            self.page.calls[slot] = entry
 
     def mark(self, serial: int, state: int, waited: int = 0) -> None:
         """Set the state of a call that is still kept and, unless it has ended, ``waited``; both as in `Call`."""
-        start = self._start(serial)
-        if start is None:
+        entry = self._entry(serial)
+        if entry is None:
             return
-        if state == ENDED:
-            self.memory[start + _STATE_AT] = state
-            if serial in self._kept:
-                _SERIAL.pack_into(self.memory, _at(self._kept.pop(serial)), 0)
-        else:
-            _WAITED.pack_into(self.memory, start + _WAITED_AT, waited, state)
+        if state != ENDED:
+            entry.waited = waited
+        entry.state = state
+        if state == ENDED and self._kept.pop(serial, None) is not None:
+            entry.serial = 0
 
-    def _start(self, serial: int) -> int | None:
-        """Where a call is; None where it has been written over."""
-        start = _at(self._kept.get(serial, serial % CALLS))
-        return start if _SERIAL.unpack_from(self.memory, start)[0] == serial else None
+    def _entry(self, serial: int) -> _Entry | None:
+        """A call's entry; None where it has been written over."""
+        entry = self._calls[self._kept.get(serial, serial % CALLS)]
+        return entry if entry.serial == serial else None
 
 
-def read_record(content: bytes, rank: int, pid: int, host: str, life: Life, now: float) -> RankSnapshot:
+def read_record(content: bytes | mmap.mmap, rank: int, pid: int, host: str, life: Life, now: float) -> RankSnapshot:
     """Snapshot of a rank, from its record.
 
     Args:
@@ -218,66 +244,39 @@ def read_record(content: bytes, rank: int, pid: int, host: str, life: Life, now:
         life: what the kernel says of the process, where it can be asked.
         now: by the clock of the record's writer.
     """
-    looked_at, progressed_at, placed_at = _LOOK.unpack_from(content, _LOOK_AT)
-    state, declared, reported = read_flags(content)
-    calls = sorted(filter(None, (_call(content, slot) for slot in range(CALLS + KEPT))), key=lambda call: call.serial)
-    orders = dict(_ORDER.unpack_from(content, _ORDERS_AT + slot * _ORDER.size) for slot in range(ORDERS))
-    size = struct.unpack_from("=I", content, _WORDS_AT)[0]
-    words = _json(content[_WORDS_AT + 4 : _WORDS_AT + 4 + size]) if size else None
-    if state == LEFT or (state == FAILED and life != "dead"):
-        life = "left" if state == LEFT else "failed"
-    elif declared and life == "dead":  # its watchdog has ended it, and the record says how it was before
+    page = _Page.from_buffer_copy(content)
+    calls = sorted(filter(None, map(_call, page.calls)), key=lambda call: call.serial)
+    words = _json(page.words) if page.has_words else None
+    if page.flags.state == LEFT or (page.flags.state == FAILED and life != "dead"):
+        life = "left" if page.flags.state == LEFT else "failed"
+    elif page.flags.declared and life == "dead":  # its watchdog has ended it, and the record says how it was before
         life = "running"
-    progressed_at = max([progressed_at, *(call.at for call in calls[-1:])])
+    progressed_at = max([page.progressed_at, *(call.at for call in calls[-1:])])
     return RankSnapshot(
         rank,
         life,
         pid,
         host,
-        _STEP.unpack_from(content, _STEP_AT)[0] - 1,
+        page.steps - 1,
         now - progressed_at,
-        now - looked_at,
-        placed_at,
-        bool(_SPINS.unpack_from(content, _SPINS_AT)[0]),
+        now - page.looked_at,
+        page.placed_at,
+        page.spins,
         tuple(calls),
-        orders,
+        {order.stream: order.sequence for order in page.orders},
         words or {},
-        bool(declared),
-        bool(reported),
+        page.flags.declared,
+        page.flags.reported,
     )
 
 
-def read_flags(content: bytes | mmap.mmap) -> tuple[int, int, int]:
-    """State of the training, whether a hang is declared, whether the report is written."""
-    return _FLAGS.unpack_from(content, _FLAGS_AT)
-
-
-def _at(slot: int) -> int:
-    """Where a slot for a call begins."""
-    return _CALLS_AT + slot * CALL_SIZE
-
-
-def _call(content: bytes, slot: int) -> Call | None:
-    """The call in a slot; None where there is none, or one that is being written."""
-    start = _at(slot)
-    serial, sequence, at, step, batch, waited, state, size = _CALL.unpack_from(content, start)
-    if not serial:
+def _call(entry: _Entry) -> Call | None:
+    """The call of an entry; None where there is none, or one that is being written."""
+    text = _json(entry.text) if entry.serial else None
+    if text is None:
         return None
-    text = _json(content[start + _CALL.size : start + _CALL.size + size])
-    return (
-        None
-        if text is None
-        else Call(
-            serial=serial,
-            sequence=sequence,
-            step=step,
-            at=at,
-            state=state,
-            batch=batch,
-            waited=waited,
-            **{**text, "shape": tuple(text["shape"]), "ranks": _ranks(text["ranks"])},
-        )
-    )
+    numbers = {name: getattr(entry, name) for name, *_ in _Entry._fields_ if name != "text"}
+    return Call(**numbers, **text | {"shape": tuple(text["shape"]), "ranks": _ranks(text["ranks"])})
 
 
 def _json(text: bytes) -> dict[str, Any] | None:

@@ -11,7 +11,6 @@ import json
 import mmap
 import os
 import socket
-import struct
 import threading
 import time
 import zlib
@@ -22,14 +21,13 @@ import torch.distributed as dist
 
 from course_lib.hangs.liveness import machine, process_state, start_ticks
 from course_lib.hangs.network_bytes import Peers, own_addresses
-from course_lib.hangs.rank_state import RUNNING, SIZE, Life, RankSnapshot, RankState, read_flags, read_record
+from course_lib.hangs.rank_state import SIZE, Flags, Life, RankSnapshot, RankState, read_record
 from course_lib.torch_names import connected_again
 
 POST_SECONDS = 1.0  # between two posts to ranks on other machines; more where there are more than 16 ranks
 SILENT_SECONDS = 3.0  # longer than three posts take, and a rank on another machine counts as gone
 NOTICE_SECONDS = 1.0  # after a connection has broken, for the kernel to say that its process is dead
 MEET_SECONDS = 10.0  # for ranks that enter one after the other
-_NOW = struct.Struct("=d")
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ class RankStateExchange:
         """Whether a rank of this machine died during its training, or any rank has declared a hang. Cheap."""
         copies = [copy.content for copy in list(self._copies.values())]  # the exchange's thread adds to them
         records: list[mmap.mmap | bytes] = [*self._maps.values(), *copies]
-        return bool(self.dead()) or any(read_flags(record)[1] for record in records)
+        return bool(self.dead()) or any(Flags.from_buffer_copy(record).declared for record in records)
 
     def snapshots(self) -> list[RankSnapshot]:
         """All ranks', by rank."""
@@ -159,7 +157,7 @@ class RankStateExchange:
         return [
             rank
             for rank, record in list(self._maps.items())
-            if self._life(rank) == "dead" and read_flags(record)[:2] == (RUNNING, False)
+            if self._life(rank) == "dead" and Flags.from_buffer_copy(record).is_training
         ]
 
     def _life(self, rank: int) -> Life:
@@ -203,14 +201,13 @@ class RankStateExchange:
                         self._maps[rank] = identity.map()
 
     def _exchange(self, store: Any, others: list[int]) -> None:
-        store.set(f"record/{self.rank}", _NOW.pack(time.monotonic()) + zlib.compress(self.record.memory[:], 1))
+        store.set(f"record/{self.rank}", f"{time.monotonic()} ".encode() + zlib.compress(self.record.memory[:], 1))
         for rank in others:
             if store.check([f"record/{rank}"]):
-                posted = store.get(f"record/{rank}")
-                at = _NOW.unpack_from(posted)[0]
+                posted_at, _, content = store.get(f"record/{rank}").partition(b" ")
+                at = float(posted_at)
                 if rank not in self._copies or self._copies[rank].posted_at != at:
-                    content = zlib.decompress(posted[_NOW.size :])
-                    self._copies[rank] = _Copy(content, at, time.monotonic() - at)
+                    self._copies[rank] = _Copy(zlib.decompress(content), at, time.monotonic() - at)
 
     def _snapshot(self, rank: int) -> RankSnapshot:
         identity = self._identities.get(rank)
@@ -218,7 +215,7 @@ class RankStateExchange:
             return RankSnapshot(rank)
         known, life = (rank, identity.pid, identity.host), self._life(rank)
         if self.is_local(rank):
-            return read_record(self._maps.get(rank, self.record.memory)[:], *known, life, time.monotonic())
+            return read_record(self._maps.get(rank, self.record.memory), *known, life, time.monotonic())
         if copy := self._copies.get(rank):
             seen = read_record(copy.content, *known, life, time.monotonic() - copy.ahead)
             if seen.life == "running" and seen.silent > 3 * self._post_seconds:
