@@ -56,7 +56,7 @@ def _steps(text: str) -> tuple[int, int]:
 def run(args: argparse.Namespace) -> int:
     """Run the command; print the tables; give its exit code."""
     from course_lib.attach import command
-    from course_lib.metering import job_report, job_trace
+    from course_lib.metering import job_report, traces
     from course_lib.writing import write_text
 
     with tempfile.TemporaryDirectory(prefix="course-meter-") as temporary:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if not logs:
         print("course meter: no process of the command made a process group, so nothing was moved", file=sys.stderr)
         return code
-    write_text(args.trace, json.dumps(job_trace.trace(logs)))
+    write_text(args.trace, json.dumps(traces.of_job(logs)))
     if args.json:
         write_text(args.json, json.dumps(_as_json(logs), indent=1) + "\n")
     print("\n".join(lines(logs)), end="\n\n")

@@ -56,27 +56,18 @@ ARGUMENTS = {
 }
 """Operator: the names of its arguments, of which calls leave out trailing ones that are at their defaults."""
 
-INPUTS = {
-    "allreduce_": "tensors",
-    "allreduce_coalesced_": "tensors",
-    "_allgather_base_": "input_tensor",
-    "allgather_": "input_tensors",
-    "allgather_coalesced_": "input_list",
-    "allgather_into_tensor_coalesced_": "inputs",
-    "_reduce_scatter_base_": "input_tensor",
-    "reduce_scatter_": "input_tensors",
-    "reduce_scatter_tensor_coalesced_": "inputs",
-    "alltoall_": "input_tensors",
-    "alltoall_base_": "input",
-    "broadcast_": "tensors",
-    "reduce_": "tensors",
-    "gather_": "input_tensors",
-    "scatter_": "output_tensors",
-    "send": "tensors",
-    "recv_": "tensors",
-    "recv_any_source_": "tensors",
-}
-"""Operator: the argument that a rank hands in, by whose shape people recognise the call."""
+
+def _argument(operator: str, *begins: str) -> str:
+    """An operator's first argument whose name begins in one of these ways; empty where it has none."""
+    return next((name for name in ARGUMENTS[operator] if name.startswith(begins)), "")
+
+
+INPUTS = {operator: _argument(operator, "input", "tensors") for operator in OPERATORS} | {"scatter_": "output_tensors"}
+"""Operator: the argument that a rank hands in, by whose shape people recognise the call; empty for a barrier."""
+
+PAYLOAD = INPUTS | {operator: _argument(operator, "output") for operator in OPERATORS if "allgather" in operator}
+"""Operator: the argument that is its whole payload: what is reduced, scattered or broadcast, or the gathered result.
+For gather and scatter it is one rank's share of it."""
 
 
 class Listener(Protocol):

@@ -1,4 +1,4 @@
-"""Every collective that this process issues, whoever issues it, and what the ring model says that it sends."""
+"""Every collective that this process issues, whoever issues it."""
 
 import math
 import threading
@@ -10,49 +10,9 @@ import torch
 import torch.distributed as dist
 
 from course_lib.metering import collective_hooks
-from course_lib.metering.collective_hooks import ARGUMENTS, INPUTS, OPERATORS
+from course_lib.metering.collective import Collective, ring_bytes
+from course_lib.metering.collective_hooks import ARGUMENTS, OPERATORS, PAYLOAD
 from course_lib.parallel.clock import Clock, Stamp
-
-PAYLOAD = INPUTS | {
-    "_allgather_base_": "output_tensor",
-    "allgather_": "output_tensors",
-    "allgather_coalesced_": "output_lists",
-    "allgather_into_tensor_coalesced_": "outputs",
-    "barrier": "",
-    "monitored_barrier_": "",
-}
-"""Which argument of an operator is its whole payload: what is reduced, scattered or broadcast, or the gathered result.
-For gather and scatter it is one rank's share of it."""
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective, as one rank saw it.
-
-    Attributes:
-        name: ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all``, ``broadcast``, ``reduce``,
-            ``gather``, ``scatter``, ``send``, ``recv`` or ``barrier``.
-        bytes: the whole payload: for all_gather and gather what has been gathered, for reduce_scatter and
-            scatter what is to be scattered, for all_to_all what this rank hands in.
-        dtype: of the payload; for a barrier uint8 of no elements.
-        ranks: global ranks that take part, this rank and its peer for send and recv.
-        start: seconds on ``time.perf_counter``'s clock, when it was issued.
-        end: when the transfer had ended; where the backend doesn't tell (gloo's send, recv and reduce-scatter),
-            when this rank had waited for it; NaN where neither was before the end of the measured stretch.
-        sent: bytes that this rank sends under the ring model, see `ring_bytes`.
-        axis: of the ranks, see `axis_of`.
-        group: torch's name of the process group.
-    """
-
-    name: str
-    bytes: int
-    dtype: torch.dtype
-    ranks: tuple[int, ...]
-    start: float
-    end: float
-    sent: int
-    axis: str = "world"
-    group: str = ""
 
 
 def axis_of(group: dist.ProcessGroup) -> str:
@@ -64,38 +24,6 @@ def axis_of(group: dist.ProcessGroup) -> str:
     if group.size() == dist.get_world_size():
         return "world"
     return "" if described == "undefined" else described.removeprefix("mesh_")
-
-
-def ring_bytes(name: str, size: int, ranks: int, position: int = 0, root: int = 0) -> int:
-    """Bytes that one rank sends when a collective is done over a ring, or straight to the peer.
-
-    all_reduce 2(N-1)/N x size; reduce_scatter, all_gather and all_to_all (N-1)/N x size; broadcast: everyone
-    passes it on but the last in the ring; reduce: everyone but the root; gather: everyone but the root sends
-    1/N of it; scatter: the root sends (N-1)/N of it; send its size; recv and barrier nothing.
-    Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009, section 3.
-
-    Args:
-        name: of the collective, one of those above.
-        size: payload in bytes, as in `Collective.bytes`.
-        ranks: N.
-        position: of this rank in the group, for those with a root.
-        root: the root's position in the group.
-    """
-    others = ranks - 1
-    shares = {
-        "all_reduce": 2 * others / ranks,
-        "reduce_scatter": others / ranks,
-        "all_gather": others / ranks,
-        "all_to_all": others / ranks,
-        "broadcast": (position - root) % ranks != others,
-        "reduce": position != root,
-        "gather": (position != root) / ranks,
-        "scatter": (position == root) * others / ranks,
-        "send": 1,
-        "recv": 0,
-        "barrier": 0,
-    }
-    return round(shares[name] * size)
 
 
 @dataclass(eq=False)

@@ -1,48 +1,20 @@
 """Report over all ranks of a job (:mod:`~course_lib.metering.job_log`), on one clock: bytes, waits, memory."""
 
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from course_lib.metering.collective import Collective
+from course_lib.metering.intervals import length, united
 
 TOGETHER = ("all_reduce", "all_gather", "barrier")
 """Collectives that end on all ranks at about the same time, once the last has come."""
 POINT_TO_POINT = ("send", "recv")
-
-
-@dataclass(frozen=True)
-class Group:
-    """A process group.
-
-    Attributes:
-        name: torch's.
-        axis: ``world``, a mesh's dimension, a group's description; of a group without one its form.
-        ranks: global; of a send or receive this rank and its peer.
-    """
-
-    name: str
-    axis: str
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective on one rank; times in seconds on the clock of the job's rank 0.
-
-    Attributes:
-        end: None where it had not ended when the rank did.
-    """
-
-    name: str
-    group: Group
-    bytes: int
-    dtype: str
-    start: float
-    end: float | None
-    sent: int
 
 
 @dataclass
@@ -62,7 +34,7 @@ class RankLog:
     host: str
     attempt: int
     began: float
-    calls: list[Call] = field(default_factory=list)
+    calls: list[Collective] = field(default_factory=list)
     waits: list[tuple[float, float]] = field(default_factory=list)
     step_ends: list[float] = field(default_factory=list)
     held: dict[str, int] = field(default_factory=dict)
@@ -87,7 +59,7 @@ class Wait:
     rank: int
     last: int
     seconds: float
-    call: Call
+    call: Collective
 
 
 def read(folder: Path) -> list[RankLog]:
@@ -105,7 +77,7 @@ def read(folder: Path) -> list[RankLog]:
 
 
 def _read(path: Path) -> RankLog:
-    log, groups = RankLog(0, 0, "", "", 0, 0.0), dict[int, Group]()
+    log, groups = RankLog(0, 0, "", "", 0, 0.0), dict[int, dict[str, Any]]()
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
             kind, *values = json.loads(text)
@@ -118,10 +90,11 @@ def _read(path: Path) -> RankLog:
             )
         elif kind == "group":
             number, name, axis, ranks = values
-            groups[number] = Group(name, axis or _form(ranks), tuple(ranks))
+            groups[number] = {"group": name, "axis": axis or _form(ranks), "ranks": tuple(ranks)}
         elif kind == "call":
             name, number, size, dtype, start, end, sent = values
-            log.calls.append(Call(name, groups[number], size, dtype, start, end, sent))
+            times = {"start": start, "end": math.nan if end is None else end}
+            log.calls.append(Collective(name, size, dtype, sent=sent, **times, **groups[number]))
         elif kind == "wait":
             log.waits.append((values[0], values[1]))
         elif kind == "step":
@@ -152,44 +125,41 @@ def clock_offset(reference: RankLog, other: RankLog) -> float:
     apart = [
         call.end - theirs[key].end
         for key, call in _numbered(reference)
-        if call.name in TOGETHER and call.end is not None and key in theirs and theirs[key].end is not None
+        if call.name in TOGETHER and call.ended and key in theirs and theirs[key].ended
     ]
     return statistics.median(apart) if apart else 0.0
 
 
 def _shift(log: RankLog, seconds: float) -> None:
-    log.calls = [
-        Call(c.name, c.group, c.bytes, c.dtype, c.start + seconds, None if c.end is None else c.end + seconds, c.sent)
-        for c in log.calls
-    ]
+    log.calls = [replace(call, start=call.start + seconds, end=call.end + seconds) for call in log.calls]
     log.waits = [(begin + seconds, end + seconds) for begin, end in log.waits]
     log.step_ends = [end + seconds for end in log.step_ends]
 
 
-def _numbered(log: RankLog) -> Iterator[tuple[Any, Call]]:
+def _numbered(log: RankLog) -> Iterator[tuple[Any, Collective]]:
     """A rank's calls, each with what it has in common with the other ranks' of the same collective."""
     counted: dict[Any, int] = defaultdict(int)
     for call in log.calls:
-        ends = call.group.ranks
+        ends = call.ranks
         if call.name in POINT_TO_POINT:  # a rank that receives from any has no peer
             if len(ends) < 2:
                 continue
-            stream: Any = call.group.name, *(ends if call.name == "send" else ends[::-1])
+            stream: Any = call.group, *(ends if call.name == "send" else ends[::-1])
         else:
-            stream = call.group.name
+            stream = call.group
         counted[stream] += 1
         yield (stream, counted[stream]), call
 
 
 def waits(logs: Sequence[RankLog]) -> list[Wait]:
     """Waits of those who came to a collective before the last did, and to a receive before the sender."""
-    meetings: dict[Any, list[tuple[int, Call]]] = defaultdict(list)
+    meetings: dict[Any, list[tuple[int, Collective]]] = defaultdict(list)
     for log in logs:
         for key, call in _numbered(log):
             meetings[key].append((log.rank, call))
     early: list[Wait] = []
     for met in meetings.values():
-        if len(met) == len(met[0][1].group.ranks) and len({call.name for _, call in met}) <= 2:
+        if len(met) == len(met[0][1].ranks) and len({call.name for _, call in met}) <= 2:
             last, latest = max(met, key=lambda arrival: arrival[1].start)
             early += [
                 Wait(rank, last, latest.start - call.start, call)
@@ -205,13 +175,13 @@ def table(logs: Sequence[RankLog]) -> list[dict[str, Any]]:
     ``calls``, ``bytes`` and ``sent`` are the most of any rank; ``seconds``, during which at least one was under way,
     the mean of the ranks that had any; ``groups`` the ranks of each, a send's and its receive's the pairs.
     """
-    rows: dict[tuple[str, str, str], dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
+    rows: dict[tuple[str, str, str], dict[int, list[Collective]]] = defaultdict(lambda: defaultdict(list))
     for log in logs:
         for call in log.calls:
-            rows[call.group.axis, call.name, call.dtype][log.rank].append(call)
+            rows[call.axis, call.name, call.dtype_name][log.rank].append(call)
     by_kind = []
     for (axis, name, dtype), by_rank in rows.items():
-        groups = sorted({call.group.ranks for calls in by_rank.values() for call in calls})
+        groups = sorted({call.ranks for calls in by_rank.values() for call in calls})
         by_kind.append(
             {
                 "axis": axis,
@@ -228,11 +198,6 @@ def table(logs: Sequence[RankLog]) -> list[dict[str, Any]]:
     return sorted(by_kind, key=lambda row: (-row["sent"], row["axis"], row["collective"]))
 
 
-def under_way(calls: Sequence[Call]) -> float:
+def under_way(calls: Sequence[Collective]) -> float:
     """Seconds during which at least one of them was."""
-    total, until = 0.0, float("-inf")
-    for call in sorted(calls, key=lambda call: call.start):
-        if call.end is not None:
-            total += max(0.0, call.end - max(call.start, until))
-            until = max(until, call.end)
-    return total
+    return length(united([(call.start, call.end) for call in calls if call.ended]))

@@ -1,7 +1,6 @@
 """Meter of one rank: collectives, bytes resident by kind, and a timeline."""
 
 import contextlib
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from course_lib.errors import CourseError
 from course_lib.launching.netns import loopback_bytes, not_private
-from course_lib.metering.collective_log import Collective, CollectiveLog, ring_bytes
-from course_lib.metering.intervals import Interval, common, united
+from course_lib.metering.collective import Collective, ring_bytes
+from course_lib.metering.collective_log import CollectiveLog
+from course_lib.metering.intervals import Interval, common, length, united, without
 from course_lib.metering.resident_memory import KINDS, Residency, Resident
 from course_lib.parallel.clock import Clock, Stamp
 
@@ -134,23 +134,23 @@ class Meter:
         """A row for each kind of collective: name, dtype, ranks, calls, bytes and sent."""
         rows: dict[tuple, Counter] = {}
         for record in self.collectives:
-            row = rows.setdefault((record.name, str(record.dtype).removeprefix("torch."), record.ranks), Counter())
+            row = rows.setdefault((record.name, record.dtype_name, record.ranks), Counter())
             row.update(calls=1, bytes=record.bytes, sent=record.sent)
         return [{"name": name, "dtype": dtype, "ranks": ranks, **row} for (name, dtype, ranks), row in rows.items()]
 
     @property
     def communication_seconds(self) -> float:
         """During which at least one collective was under way."""
-        return _length(self._spans("communication"))
+        return length(self._spans("communication"))
 
     @property
     def compute_seconds(self) -> float:
-        return _length(self._spans("compute"))
+        return length(self._spans("compute"))
 
     @property
     def overlap_seconds(self) -> float:
         """Of communication during which this rank computed."""
-        return _length(common(self._spans("communication"), self._spans("compute")))
+        return length(common(self._spans("communication"), self._spans("compute")))
 
     @property
     def exposed_seconds(self) -> float:
@@ -217,10 +217,10 @@ class Meter:
         spans = [
             TimelineSpan("compute", name, *rest)
             for name, begin, end in self._compute
-            for rest in _without((seconds(begin), seconds(end)), waits)
+            for rest in without([(seconds(begin), seconds(end))], waits)
         ]
         spans += [
-            TimelineSpan("communication", call.name, call.start, self.end if math.isnan(call.end) else call.end)
+            TimelineSpan("communication", call.name, call.start, call.end if call.ended else self.end)
             for call in self.collectives
         ]
         return sorted(spans, key=lambda span: span.start)
@@ -235,18 +235,3 @@ def _device(module: nn.Module | None) -> torch.device:
     if parameter is not None:
         return parameter.device
     return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-
-
-def _without(whole: Interval, holes: list[Interval]) -> list[Interval]:
-    """What is left of an interval; ``holes`` are disjoint and in order."""
-    start, end = whole
-    left = []
-    for first, last in holes:
-        if start < min(first, end):
-            left.append((start, min(first, end)))
-        start = max(start, last)
-    return left + [(start, end)] * (start < end)
-
-
-def _length(intervals: list[Interval]) -> float:
-    return sum(end - start for start, end in intervals)

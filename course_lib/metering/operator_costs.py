@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from course_lib.metering.allocation_log import FUNCTIONAL
-from course_lib.metering.collective_hooks import ARGUMENTS, OPERATORS
-from course_lib.metering.collective_log import PAYLOAD, ring_bytes
+from course_lib.metering.collective import ring_bytes
+from course_lib.metering.collective_hooks import ARGUMENTS, OPERATORS, PAYLOAD
 from course_lib.metering.storages import local_tensors
 
 KINDS = ("matmul", "attention", "convolution", "pointwise", "reduction", "move", "view", "collective")
@@ -23,64 +23,15 @@ KINDS = ("matmul", "attention", "convolution", "pointwise", "reduction", "move",
 at its place. Reduction: all else that computes, norms and softmax too. Move: copies, casts, look-ups, fills. View:
 nothing is read or written; allocations are among them. Collective: of a process group."""
 
-MOVES = frozenset(
-    (
-        "_to_copy",
-        "copy_",
-        "clone",
-        "cat",
-        "stack",
-        "embedding",
-        "index",
-        "index_select",
-        "gather",
-        "fill_",
-        "fill",
-        "zero_",
-        "zeros",
-        "ones",
-        "full",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "arange",
-        "scalar_tensor",
-        "slice_backward",
-        "select_backward",
-        "repeat",
-        "roll",
-        "flip",
-        "constant_pad_nd",
-        "index_copy_",
-        "scatter",
-        "slice_scatter",
-        "select_scatter",
-        "split_with_sizes_copy",
-        "unfold_backward",
-        "lift_fresh_copy",
-        "view_copy",
-        "_local_scalar_dense",
-        "_foreach_copy_",
-        "_foreach_zero_",
-    )
-)
-OVERWRITES = frozenset(
-    (
-        "copy_",
-        "fill_",
-        "zero_",
-        "normal_",
-        "uniform_",
-        "bernoulli_",
-        "random_",
-        "exponential_",
-        "_foreach_copy_",
-        "_foreach_zero_",
-    )
-)
+COPIES = ("_to_copy", "copy_", "clone", "cat", "stack", "repeat", "roll", "flip", "constant_pad_nd", "_foreach_copy_")
+COPIED_VIEWS = ("view_copy", "split_with_sizes_copy", "lift_fresh_copy", "_local_scalar_dense")
+CHOICES = ("embedding", "index", "index_select", "gather", "index_copy_", "scatter", "slice_scatter", "select_scatter")
+SPREADS = ("slice_backward", "select_backward", "unfold_backward")
+FILLS = ("fill_", "fill", "zero_", "zeros", "ones", "full", "arange", "scalar_tensor", "_foreach_zero_")
+FILLS_ALIKE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+MOVES = frozenset((*COPIES, *COPIED_VIEWS, *CHOICES, *SPREADS, *FILLS, *FILLS_ALIKE))
+DRAWS = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_")
+OVERWRITES = frozenset((*DRAWS, "copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"))
 """In-place operators that do not read what they write over."""
 LOOK_UPS = {
     "embedding": "weight",

@@ -12,7 +12,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from course_lib.metering.intervals import Interval, common, united
+from course_lib.metering.intervals import Interval, common, length, united, without
 
 BETWEEN = "between"
 """Phase of what lies in none: logging, counting of targets, callbacks."""
@@ -193,24 +193,3 @@ def phase_at(phases: Sequence[tuple[str, float, float]], moment: float) -> str:
     """The phase of a moment, of :func:`segments`."""
     place = bisect.bisect_right(phases, moment, key=lambda phase: phase[1]) - 1
     return phases[place][0] if place >= 0 and moment < phases[place][2] else BETWEEN
-
-
-def without(whole: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
-    """Intervals of a disjoint ordered list, less what lies in ``holes``, which is one too."""
-    left, first = [], 0
-    for start, end in whole:
-        while first < len(holes) and holes[first][1] <= start:
-            first += 1
-        place = first
-        while place < len(holes) and holes[place][0] < end:
-            if start < holes[place][0]:
-                left.append((start, holes[place][0]))
-            start, place = max(start, holes[place][1]), place + 1
-        if start < end:
-            left.append((start, end))
-    return left
-
-
-def length(intervals: Sequence[Interval]) -> float:
-    """Seconds of a disjoint list."""
-    return sum(end - start for start, end in intervals)

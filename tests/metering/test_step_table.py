@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from course_lib.metering.collective_log import Collective
-from course_lib.metering.intervals import common
+from course_lib.metering.intervals import common, without
 from course_lib.metering.operators import Operator
 from course_lib.metering.rank_clocks import Offset, offsets
 from course_lib.metering.roofline import Peaks
-from course_lib.metering.step_spans import EXPOSED, HOST, DeviceEvent, HostEvent, Parts, RankEvents, parts, without
+from course_lib.metering.step_spans import EXPOSED, HOST, DeviceEvent, HostEvent, Parts, RankEvents, parts
 from course_lib.metering.step_table import RankTable, StepTable, at_tokens, rows_of
-from course_lib.metering.step_trace import MOST, trace
+from course_lib.metering.traces import MOST, of_steps
 
 PEAKS = Peaks({"float32": 1e9}, memory=1e8, launch=1e-5, device="cpu", threads=1, link=1e7)
 PHASES = [("data", 0.0, 1.0), ("forward", 1.0, 5.0), ("backward", 5.0, 8.0), ("optimizer", 8.0, 9.0)]
@@ -166,7 +166,7 @@ def test_the_file_has_a_process_a_rank_on_the_first_ones_clock_and_a_bound_on_it
         Collective("all_reduce", 64, torch.float32, (0, 1), 6.0, 7.0, 64),
         Collective("all_reduce", 64, torch.float32, (0, 1), 6.5, math.nan, 64),
     ]
-    written = trace(
+    written = of_steps(
         [
             (events(many), call, Offset(0, 0)),
             (events([host("aten::mm", 5, 6)], [DeviceEvent("gemm", 7, 6, 7, 0)], rank=1), call, Offset(2.0, 1e-5)),

@@ -17,7 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from course_lib.errors import ConfigError
-from course_lib.metering import rank_clocks, step_trace
+from course_lib.metering import rank_clocks, traces
 from course_lib.metering.collective_log import Collective, CollectiveLog
 from course_lib.metering.operators import Operator, OperatorCounter
 from course_lib.metering.roofline import measure_link, measure_peaks
@@ -188,7 +188,7 @@ class StepProfile(Callback):
         if trainer.is_main:
             folder = trainer.output_dir / MONITOR
             folder.mkdir(parents=True, exist_ok=True)
-            content = json.dumps(step_trace.trace([rank[:3] for rank in gathered]), separators=(",", ":"))
+            content = json.dumps(traces.of_steps([rank[:3] for rank in gathered]), separators=(",", ":"))
             write_bytes(folder / TRACE, gzip.compress(content.encode(), compresslevel=6, mtime=0))
             write_text(folder / NUMBERS, json.dumps(self.table.as_dict() | {"steps": list(self.table.steps)}, indent=1))
             write_text(folder / TABLE, "# Where the step went, and its bound\n\n" + self.table.markdown() + "\n")
@@ -259,7 +259,7 @@ def read(
             steps.append((max(start, window[0]), min(end, window[1])))
         elif not event.is_async() and not name.startswith("cuda") and start < window[1] and end > window[0]:
             hosts.append(HostEvent(name, event.start_thread_id(), start, end, event.correlation_id()))
-    flights = [(call.start, min(call.end, window[1]) if call.end == call.end else window[1]) for call in collectives]
+    flights = [(call.start, min(call.end, window[1]) if call.ended else window[1]) for call in collectives]
     numbered = [(f"step {number}", *step) for number, step in enumerate(sorted(steps), start=before + 1)]
     return RankEvents(
         rank,
