@@ -20,10 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from course_lib.metering.collective_log import CollectiveLog, Transfer, ring_bytes
-from course_lib.metering.storages import StorageTable, TrackedStorage, resizes
+from course_lib.metering.storages import TrackedStorage, TrainingStorages, resizes
 from course_lib.parallel.clock import Clock
 from course_lib.replacing import replaced
 
@@ -88,7 +87,7 @@ class Change(NamedTuple):
     """It was between start and stop."""
 
 
-class AllocationLog(TorchDispatchMode):
+class AllocationLog(TrainingStorages, TorchDispatchMode):
     """Notes storages and collectives while it is entered; entered above a ``FakeTensorMode`` it sees that one's.
 
     Args:
@@ -99,18 +98,17 @@ class AllocationLog(TorchDispatchMode):
     """
 
     def __init__(self, vocabulary: int | None = None):
-        super().__init__()
+        TrainingStorages.__init__(self, KINDS)
+        TorchDispatchMode.__init__(self)
         self.vocabulary = vocabulary
         self.phase, self.module = "set-up", ""
-        self._storages = StorageTable(KINDS, self._resized)
         self._events: list[tuple[TrackedStorage, int, str]] = []
-        self._hooked = WeakIdKeyDictionary()
         self._outer: list[str] = []
         self._looking = True
         self._issued: list[CollectiveRecord | tuple[str, str]] = []  # of those that CollectiveLog notes only the place
 
     def __enter__(self) -> "AllocationLog":
-        self._traffic = CollectiveLog(Clock(torch.device("cpu")), self._handed_over, lambda begin, end: None)
+        self._traffic = CollectiveLog(Clock(torch.device("cpu")), self.hold_handed_over)
         with contextlib.ExitStack() as stack:
             self._traffic.start()
             stack.callback(self._traffic.stop)
@@ -124,9 +122,9 @@ class AllocationLog(TorchDispatchMode):
                 finally:
                     self._looking = True
 
-            stack.enter_context(resizes(self._storages.look))
+            stack.enter_context(resizes(self.measure_again))
             stack.enter_context(replaced(ShardingPropagator, derive.__name__, unseen))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.hold_saved, lambda tensor: tensor))
             super().__enter__()
             self._stack = stack.pop_all()
         return self
@@ -153,14 +151,10 @@ class AllocationLog(TorchDispatchMode):
                 self.hold(tensor, "logits" if logits else kind)
         return result
 
-    def hold(self, tensor: torch.Tensor, kind: str, module: str = "") -> None:
-        """Count a tensor's storage as ``kind``, or as what it is already if that comes first, and as ``module``'s."""
-        self._storages.hold(tensor, kind, module, default=self.module)
-
     def watch(self, model: nn.Module, names: Mapping[nn.Module, str]) -> None:
         """Follow which of some modules computes, forward and backward, and find gathered parameters and gradients."""
         self._parts = set(names.values())
-        self.find(model)
+        self.find_all(model)
         for module in model.modules():
             if module in names:
                 module.register_forward_pre_hook(functools.partial(self._enter, names[module]), prepend=True)
@@ -168,7 +162,7 @@ class AllocationLog(TorchDispatchMode):
             if module._parameters:
                 module.register_forward_pre_hook(self._uses)
 
-    def find(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def find_all(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Look through parameters, their gradients and the optimizer's states."""
         for name, parameter in model.named_parameters():
             self.hold(parameter, "parameters", self._part(name))
@@ -207,21 +201,15 @@ class AllocationLog(TorchDispatchMode):
             yield Change(phase, storage.kind, storage.module, size, place >= self._from[0])
 
     def _kind(self, tensor: Any) -> str:
-        known = self._storages.find(tensor) if isinstance(tensor, torch.Tensor) else None
+        known = self.find(tensor) if isinstance(tensor, torch.Tensor) else None
         return known.kind if known else ""
 
     def _resized(self, storage: TrackedStorage, change: int) -> None:
         self._events.append((storage, change, self.phase))
 
-    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Autograd's pack hook: an output is saved without its graph, which would keep itself alive."""
-        self.hold(tensor, "activations")
-        return tensor if tensor.is_leaf else tensor.detach()
-
-    def _handed_over(self, tensors: list[torch.Tensor]) -> None:
-        """What a collective of a process group is given."""
-        for tensor in tensors:
-            self.hold(tensor, "communication buffers")
+    def hold_handed_over(self, tensors: list[torch.Tensor]) -> None:
+        """Watch what a collective of a process group is given, and note its place."""
+        super().hold_handed_over(tensors)
         self._issued.append((self.phase, self.module))
 
     def _functional(self, func: Any, args: Any, result: torch.Tensor) -> None:
@@ -231,8 +219,7 @@ class AllocationLog(TorchDispatchMode):
             return
         group = _resolve_process_group(next(arg for arg in reversed(args) if isinstance(arg, str)))  # type: ignore[arg-type]
         payload = result if name == "all_gather" else args[0]
-        for tensor in (args[0], result):
-            self.hold(tensor, "communication buffers")
+        super().hold_handed_over([args[0], result])
         size, ranks = payload.numel() * payload.element_size(), dist.get_world_size(group)
         self._issued.append(
             CollectiveRecord(
@@ -247,17 +234,7 @@ class AllocationLog(TorchDispatchMode):
         )
 
     def _uses(self, module: nn.Module, _: Any) -> None:
-        """A module's own parameters, just before it computes: FSDP2 has put the gathered ones in their place."""
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                self.hold(parameter, "parameter copies")
-                if parameter not in self._hooked and parameter.requires_grad:
-                    self._hooked[parameter] = True
-                    parameter.register_post_accumulate_grad_hook(self._accumulated)
-
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            self.hold(parameter.grad, "gradients")
+        self.hold_parameters(module, "parameter copies")
 
     def _enter(self, name: str, module: nn.Module, _: Any) -> None:
         self._outer.append(self.module)

@@ -55,8 +55,8 @@ class CollectiveLog:
     def __init__(
         self,
         clock: Clock,
-        issued: Callable[[list[torch.Tensor]], None],
-        waited: Callable[[Stamp, Stamp], None],
+        issued: Callable[[list[torch.Tensor]], None] = lambda tensors: None,
+        waited: Callable[[Stamp, Stamp], None] = lambda begin, end: None,
         ended: Callable[[Transfer], None] = lambda transfer: None,
     ):
         self.clock, self._handed_over, self._stood_still, self._has_ended = clock, issued, waited, ended

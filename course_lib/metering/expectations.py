@@ -5,7 +5,6 @@ For pytest, whose fixture ``ranks`` (:mod:`course_lib.pytest_plugin`) gives what
 """
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.launching.launch import launch
-from course_lib.metering.collective_log import Collective
+from course_lib.metering.collective import Collective
 from course_lib.metering.meter import Meter
 
 
@@ -90,16 +89,13 @@ def assert_moved(
             for call in collectives
             if call.name == collective and axis in (None, call.axis) and dtype in (None, call.dtype)
         ]
-        has = {
-            "calls": len(counted),
-            "bytes": sum(call.bytes for call in counted),
-            "sent": sum(call.sent for call in counted),
-        }
-        wanted = {
-            key: number for key, number in (("calls", calls), ("bytes", bytes), ("sent", sent)) if number is not None
-        }
-        differing = [f"{key} {has[key]:,}, not {number:,}" for key, number in wanted.items() if has[key] != number]
-        if not wanted and not counted:
+        facts = (
+            ("calls", len(counted), calls),
+            ("bytes", sum(call.bytes for call in counted), bytes),
+            ("sent", sum(call.sent for call in counted), sent),
+        )
+        differing = [f"{key} {has:,}, not {wanted:,}" for key, has, wanted in facts if wanted not in (None, has)]
+        if not counted and (calls, bytes, sent) == (None, None, None):
             differing = ["none"]
         if differing:
             over = f" over {axis}" if axis else ""
@@ -140,17 +136,11 @@ def _by_rank(seen: Seen) -> list[tuple[str, list[Collective]]]:
 
 def _told(collectives: Sequence[Collective]) -> str:
     """Each kind once, in the order of their first calls."""
-    calls: Counter[tuple[str, str, torch.dtype]] = Counter()
-    sizes: Counter[tuple[str, str, torch.dtype]] = Counter()
+    sizes: dict[tuple[str, str, str], list[int]] = {}
     for call in collectives:
-        key = call.name, call.axis, call.dtype
-        calls[key] += 1
-        sizes[key] += call.bytes
-    return (
-        "; ".join(
-            f"{count} x {name} over {axis or 'a group'} of {str(dtype).removeprefix('torch.')}, "
-            f"{sizes[name, axis, dtype]:,} bytes"
-            for (name, axis, dtype), count in calls.items()
-        )
-        or "nothing"
+        sizes.setdefault((call.name, call.axis, call.dtype_name), []).append(call.bytes)
+    kinds = (
+        f"{len(calls)} x {name} over {axis or 'a group'} of {dtype}, {sum(calls):,} bytes"
+        for (name, axis, dtype), calls in sizes.items()
     )
+    return "; ".join(kinds) or "nothing"

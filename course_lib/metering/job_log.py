@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from course_lib.metering import collective_hooks
-from course_lib.metering.collective_log import Collective, CollectiveLog, device_of
+from course_lib.metering.collective import Collective
+from course_lib.metering.collective_log import CollectiveLog, device_of
 from course_lib.metering.storages import local_tensors
 from course_lib.parallel.clock import Clock, Stamp
 
@@ -42,19 +43,9 @@ class JobLog:
         self._held: dict[str, int] = {}
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._file: TextIO = open(folder / f"rank{self.rank}-{os.getpid()}.jsonl", "w", encoding="utf-8")  # noqa: SIM115
-        self._write(
-            [
-                "begin",
-                {
-                    "rank": self.rank,
-                    "world": dist.get_world_size(),
-                    "machine": machine(),
-                    "host": socket.gethostname(),
-                    "began": time.time(),
-                    "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
-                },
-            ]
-        )
+        where = {"machine": machine(), "host": socket.gethostname()}
+        when = {"began": time.time(), "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))}
+        self._write("begin", {"rank": self.rank, "world": dist.get_world_size(), **where, **when})
         self._file.flush()
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -77,7 +68,7 @@ class JobLog:
             self._take()
             for call in self._log.collectives():
                 self._write_call(call)
-        self._write(["end", time.perf_counter(), None if error is None else type(error).__name__])
+        self._write("end", time.perf_counter(), None if error is None else type(error).__name__)
         self._file.close()
 
     # What the collective hooks call, on any thread.
@@ -87,7 +78,7 @@ class JobLog:
             return None
         if self._log is None:  # only now it is known where this rank computes
             with self._lock:
-                self._log = self._log or CollectiveLog(Clock(device_of(args)), lambda tensors: None, self._waited)
+                self._log = self._log or CollectiveLog(Clock(device_of(args)), waited=self._waited)
         return self._log.issuing(operator, args)
 
     def issued(self, note: Any, work: dist.Work | None) -> None:
@@ -122,17 +113,11 @@ class JobLog:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         held = self._held
         if self._is_sampled():
-            held["optimizer states"] = _bytes(
-                [
-                    value
-                    for state in optimizer.state.values()
-                    for value in state.values()
-                    if isinstance(value, torch.Tensor)
-                ]
-            )
+            states = [value for state in optimizer.state.values() for value in state.values()]
+            held["optimizer states"] = _bytes([value for value in states if isinstance(value, torch.Tensor)])
         if self._is_open():
             with self._lock:
-                self._write(["step", self._steps + 1, time.perf_counter(), held])
+                self._write("step", self._steps + 1, time.perf_counter(), held)
         self._steps += 1
         self._held = {}
 
@@ -153,30 +138,19 @@ class JobLog:
                     self._write_call(call)
             waits, self._waits = self._waits, []
             for begin, end in waits:
-                self._write(["wait", begin, end])
+                self._write("wait", begin, end)
             self._file.flush()
 
     def _write_call(self, call: Collective) -> None:
         key = call.group, call.ranks
         if key not in self._groups:
             self._groups[key] = len(self._groups)
-            self._write(["group", self._groups[key], call.group, call.axis, call.ranks])
-        end = call.end if call.end == call.end else None
-        self._write(
-            [
-                "call",
-                call.name,
-                self._groups[key],
-                call.bytes,
-                str(call.dtype).removeprefix("torch."),
-                call.start,
-                end,
-                call.sent,
-            ]
-        )
+            self._write("group", self._groups[key], call.group, call.axis, call.ranks)
+        times = call.start, call.end if call.ended else None
+        self._write("call", call.name, self._groups[key], call.bytes, call.dtype_name, *times, call.sent)
 
-    def _write(self, line: list[Any]) -> None:
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    def _write(self, kind: str, *values: Any) -> None:
+        self._file.write(json.dumps([kind, *values], separators=(",", ":")) + "\n")
 
 
 def machine() -> str:

@@ -18,7 +18,6 @@ import json
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +29,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from course_lib.metering import collective_hooks
 from course_lib.metering.collective_log import CollectiveLog, Transfer
 from course_lib.metering.storages import StorageTable, TrackedStorage, resizes
 from course_lib.parallel.clock import Clock
@@ -55,7 +53,7 @@ class HeldBytes(TorchDispatchMode):
         self._table = StorageTable(("held",), self._resized)
 
     def __enter__(self) -> "HeldBytes":
-        self._resizing = resizes(self._table.look)
+        self._resizing = resizes(self._table.measure_again)
         self._resizing.__enter__()
         super().__enter__()
         return self
@@ -77,7 +75,7 @@ class HeldBytes(TorchDispatchMode):
         self.bytes += change
 
 
-class RankRecorder:
+class RankRecorder(CollectiveLog):
     """Follows this rank while it is entered.
 
     Args:
@@ -88,34 +86,32 @@ class RankRecorder:
     """
 
     def __init__(self, path: Path, functions: Sequence[Callable[..., Any]], variables: Sequence[str], held: HeldBytes):
+        super().__init__(Clock(torch.device("cpu")), ended=self._ended)
         self._file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_TRUNC)
         self._sections = {code: place for place, function in enumerate(functions) for code in codes(function)}
         self._names = [name.split(".") for name in variables]
         self._texts: dict[int, str] = {}
         self._frames: list[FrameType] = []
         self._held, self._last_held = held, -1
-        self._log = CollectiveLog(
-            Clock(torch.device("cpu")), lambda tensors: None, lambda begin, end: None, self._ended
-        )
         self._numbers: dict[int, int] = {}
 
     def begin(self, stamps: Sequence[tuple[float, float]]) -> None:
         """Note what brings this rank's clock to rank 0's, see :func:`course_lib.metering.rank_clocks.exchange`."""
-        self._write(["begin", micros(), stamps])
+        self._write("begin", stamps)
 
     def __enter__(self) -> "RankRecorder":
-        collective_hooks.listen(self)
-        self._thread, self._tracer_before = threading.get_ident(), sys.gettrace()
+        self.start()
+        self._tracer_before = sys.gettrace()
         self._note_held()
         sys.settrace(self._called)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         sys.settrace(self._tracer_before)
-        collective_hooks.leave(self)
+        self.stop()
         self._note_held()
         said = "" if error is None else f"{type(error).__name__}: {error}".partition("\n")[0]
-        self._write(["end", micros(), "returned" if error is None else "raised", said])
+        self._write("end", "returned" if error is None else "raised", said)
         os.close(self._file)
 
     # Lines and variables: what Python calls.
@@ -124,9 +120,9 @@ class RankRecorder:
         if frame.f_code not in self._sections:
             return None
         self._frames.append(frame)
-        return self._follow
+        return self._trace
 
-    def _follow(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event in ("line", "return"):
             self._note_values(frame)
             self._note_held()
@@ -135,11 +131,11 @@ class RankRecorder:
         elif event == "return":
             self._frames.pop()
             self._write_line(self._frames[-1] if self._frames else None)
-        return self._follow
+        return self._trace
 
     def _write_line(self, frame: FrameType | None) -> None:
         place = (-1, 0) if frame is None else (self._sections[frame.f_code], frame.f_lineno)
-        self._write(["line", micros(), *place])
+        self._write("line", *place)
 
     def _note_values(self, frame: FrameType) -> None:
         for number, (first, *rest) in enumerate(self._names):
@@ -153,60 +149,42 @@ class RankRecorder:
             self._held.paused = False
             if self._texts.get(number) != text:
                 self._texts[number] = text
-                self._write(["value", micros(), number, text])
+                self._write("value", number, text)
 
     def _note_held(self) -> None:
         if self._held.bytes != self._last_held:
             self._last_held = self._held.bytes
-            self._write(["held", micros(), self._last_held])
+            self._write("held", self._last_held)
 
     # What the collective hooks call, on any thread.
 
     def issuing(self, operator: str, args: Sequence[Any]) -> Any:
         self._note_held()
-        note = self._log.issuing(operator, args)
-        transfer, number = note[0], len(self._numbers)
-        self._numbers[id(transfer)] = number
-        self._write(
-            [
-                "call",
-                micros(),
-                number,
-                transfer.name,
-                transfer.bytes,
-                str(transfer.dtype).removeprefix("torch."),
-                transfer.ranks,
-                transfer.group,
-                transfer.sent,
-            ]
-        )
+        note = super().issuing(operator, args)
+        call, number = note[0], len(self._numbers)
+        self._numbers[id(call)] = number
+        dtype = str(call.dtype).removeprefix("torch.")
+        self._write("call", number, call.name, call.bytes, dtype, call.ranks, call.group, call.sent)
         return note
 
-    def issued(self, note: Any, work: dist.Work | None) -> None:
-        self._log.issued(note, work)
-
     def waiting(self, waited_for: dist.Work | torch.Tensor) -> Any:
-        self._write(["wait", micros()])
-        return self._log.waiting(waited_for)
+        self._write("wait")
+        return super().waiting(waited_for)
 
     def waited(self, note: Any, waited_for: dist.Work | torch.Tensor) -> None:
-        self._log.waited(note, waited_for)
-        self._write(["woke", micros()])
+        super().waited(note, waited_for)
+        self._write("woke")
 
     def _ended(self, transfer: Transfer) -> None:
-        self._write(["done", micros(), self._numbers[id(transfer)]])
+        self._write("done", self._numbers[id(transfer)])
 
-    def _write(self, event: list[Any]) -> None:
+    def _write(self, kind: str, *values: Any) -> None:
         """One system call: what is in the kernel survives this process, and events of two threads do not mix."""
+        event = [kind, round(time.perf_counter() * 1e6), *values]
         os.write(self._file, json.dumps(event, separators=(",", ":")).encode() + b"\n")
 
 
 ABSENT = object()
-
-
-def micros() -> int:
-    """Now, in microseconds of ``time.perf_counter``."""
-    return round(time.perf_counter() * 1e6)
 
 
 def codes(function: Callable[..., Any]) -> list[CodeType]:

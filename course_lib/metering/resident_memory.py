@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from course_lib.metering.storages import StorageTable, TrackedStorage
+from course_lib.metering.storages import TrackedStorage, TrainingStorages
 
 KINDS = ("parameters", "gradients", "optimizer states", "communication buffers", "activations")
 """A storage that serves as several of these counts as the first."""
@@ -18,7 +18,7 @@ INPUTS = "inputs"  # batches and module buffers: known, so that they are not tak
 Resident = Callable[[], Mapping[str, Iterable[torch.Tensor]]]
 
 
-class Residency:
+class Residency(TrainingStorages):
     """The storages of a model, its gradients, its optimizer and its communication, and what autograd saved.
 
     Parameters and gradients are those of the module and of the optimizer; a tensor that the optimizer updates
@@ -41,33 +41,21 @@ class Residency:
     """
 
     def __init__(self, module: nn.Module | None, optimizer: Any, resident: Resident | None):
-        self.module, self.resident = module, resident
+        super().__init__((*KINDS[:4], INPUTS, *KINDS[4:]))
+        self.model, self.resident = module, resident
         wrappers = _wrappers(optimizer) or _wrappers(getattr(module, "optimizer", None))
         self.optimizer: torch.optim.Optimizer | None = wrappers[-1] if wrappers else None
         self._zero = next((wrapper for wrapper in wrappers if hasattr(wrapper, "ipg_buckets")), None)
         self.now = dict.fromkeys(KINDS, 0)
         self.peak = dict.fromkeys(KINDS, 0)
         self.peak_total = 0
-        self._storages = StorageTable((*KINDS[:4], INPUTS, *KINDS[4:]), self._resized, self._moved)
-        self._parameters: dict[int, weakref.ref] = {}
         self._gradients: dict[int, Callable[[], Any]] = {}  # by parameter, those already watched
-        self._hooks: list[Any] = []
-
-    def hold(self, tensor: torch.Tensor, kind: str, certain: bool = False) -> None:
-        """Watch a tensor's storage as ``kind``, or as what it is already if that comes first."""
-        self._storages.hold(tensor, kind, certain=certain)
-
-    def hold_saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Autograd's pack hook: saves the tensor, an output without its graph, which would keep itself alive."""
-        self.hold(tensor, "activations")
-        return tensor if tensor.is_leaf else tensor.detach()
 
     def hold_handed_over(self, tensors: list[torch.Tensor]) -> None:
         """Hold what a collective is given."""
         self.sample()
         if self.resident is None:
-            for tensor in tensors:
-                self.hold(tensor, "communication buffers")
+            super().hold_handed_over(tensors)
 
     def hold_inputs(self, *values: Any) -> None:
         """A module's arguments, which the caller keeps."""
@@ -75,21 +63,19 @@ class Residency:
             if isinstance(value, torch.Tensor):
                 self.hold(value, INPUTS)
 
-    def hold_parameters(self, module: nn.Module) -> None:
-        """Watch the parameters that a module itself has just now; FSDP2 puts the gathered ones in their place."""
+    def hold_parameter(self, parameter: nn.Parameter, kind: str = "parameters") -> None:
+        """Watch a parameter, and its gradients as they come."""
         if self.resident is None:
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    self._hold_parameter(parameter)
+            super().hold_parameter(parameter, kind)
+            if hasattr(parameter, "ds_tensor"):  # DeepSpeed ZeRO-3: this rank's shard, while the parameter is empty
+                self.hold(parameter.ds_tensor, kind)
 
     def look(self) -> None:
         """Find all storages, and measure them."""
-        if self.resident is None:
-            if self.module is not None:
-                for parameter in self.module.parameters():
-                    self._hold_parameter(parameter)
-            if self.optimizer is not None:
-                self._look_at_optimizer(self.optimizer)
+        for parameter in self.model.parameters() if self.model is not None else ():
+            self.hold_parameter(parameter)
+        if self.resident is None and self.optimizer is not None:
+            self._look_at_optimizer(self.optimizer)
         self.sample()
 
     def sample(self) -> None:
@@ -100,25 +86,15 @@ class Residency:
             self._look_at_deepspeed()
             for reference in list(self._parameters.values()):
                 self._hold_gradient_of(reference())
-        self._storages.look_at_all(but="optimizer states")
+        self.measure_all(but="optimizer states")
 
     def close(self) -> None:
         """Stop watching."""
         for hook in self._hooks:
             hook.remove()
-        self._storages.clear()
+        self.clear()
 
-    def _hold_parameter(self, parameter: nn.Parameter) -> None:
-        self.hold(parameter, "parameters")
-        if hasattr(parameter, "ds_tensor"):  # DeepSpeed ZeRO-3: this rank's shard, while the parameter is empty
-            self.hold(parameter.ds_tensor, "parameters")
-        key = id(parameter)
-        if key not in self._parameters:
-            self._parameters[key] = weakref.ref(parameter, lambda _: self._parameters.pop(key, None))
-            if parameter.requires_grad:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_arrived))
-
-    def _gradient_arrived(self, parameter: torch.Tensor) -> None:
+    def _accumulated(self, parameter: torch.Tensor) -> None:
         self._look_at_deepspeed()
         self._hold_gradient_of(parameter)
 
@@ -153,7 +129,7 @@ class Residency:
         named = [(kind, tensor) for kind in KINDS[:4] for tensor in told.get(kind, ())]
         for kind, tensor in named:
             self.hold(tensor, kind)
-        self._storages.keep_only([tensor for _, tensor in named], before=INPUTS)
+        self.keep_only([tensor for _, tensor in named], before=INPUTS)
 
     def _resized(self, storage: TrackedStorage, change: int) -> None:
         self._count(storage.kind, change)

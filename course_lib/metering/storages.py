@@ -37,11 +37,16 @@ class TrackedStorage:
 class StorageTable:
     """The storages of tensors that were shown to it, until they are freed.
 
+    Attributes:
+        module: where new storages belong of which nothing else is said.
+
     Args:
         kinds: a storage that serves as several of these counts as the first.
         resized: called with a storage that came, went or was resized, and the change in bytes.
         moved: called with a storage that counts as another kind now, and the kind before.
     """
+
+    module = ""
 
     def __init__(
         self,
@@ -54,14 +59,13 @@ class StorageTable:
         self._storages: dict[int, TrackedStorage] = {}
         self._lock = threading.RLock()  # a storage may be freed on any thread, and within our own calls
 
-    def hold(self, tensor: torch.Tensor, kind: str, module: str = "", default: str = "", certain: bool = False) -> None:
+    def hold(self, tensor: torch.Tensor, kind: str, module: str = "", certain: bool = False) -> None:
         """Watch a tensor's storages as ``kind``, or as what they are already if that comes first.
 
         Args:
             tensor: any; of a wrapper, such as a DTensor, what it holds on this rank.
             kind: one of the table's.
             module: where a storage of this kind belongs.
-            default: where a new one belongs that has no module.
             certain: the caller knows that it is so, whatever comes first.
         """
         for part in local_tensors(tensor):
@@ -71,7 +75,7 @@ class StorageTable:
                 known = self._storages.get(key)
                 if known is None:
                     alive = weakref.ref(storage, functools.partial(self.forget, key))
-                    known = self._storages[key] = TrackedStorage(alive, kind, module or default)
+                    known = self._storages[key] = TrackedStorage(alive, kind, module or self.module)
                 elif not known.certain and (certain or self.order[kind] < self.order[known.kind]):
                     before, known.kind, known.module = known.kind, kind, module or known.module
                     self._moved(known, before)
@@ -82,13 +86,13 @@ class StorageTable:
         """The storage of a tensor that is no wrapper, where it is watched."""
         return self._storages.get(tensor.untyped_storage()._cdata)
 
-    def look(self, storage: torch.UntypedStorage) -> None:
+    def measure_again(self, storage: torch.UntypedStorage) -> None:
         """Measure a storage, where it is watched, again: it was resized."""
         with self._lock:
             if known := self._storages.get(storage._cdata):
                 self._measure(known, storage.nbytes())
 
-    def look_at_all(self, but: str) -> None:
+    def measure_all(self, but: str) -> None:
         """Measure all storages again, but those of one kind."""
         with self._lock:
             for known in list(self._storages.values()):
@@ -118,6 +122,52 @@ class StorageTable:
         change, known.bytes = size - known.bytes, size
         if change:
             self._resized(known, change)
+
+
+class TrainingStorages(StorageTable):
+    """The storages of a training, as its parts come by.
+
+    What is made of them is the affair of those who derive from it.
+    """
+
+    def __init__(self, kinds: Sequence[str]):
+        super().__init__(kinds, self._resized, self._moved)
+        self._parameters: dict[int, weakref.ref] = {}
+        self._hooks: list[Any] = []
+
+    def hold_saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Autograd's pack hook: saves the tensor, an output without its graph, which would keep itself alive."""
+        self.hold(tensor, "activations")
+        return tensor if tensor.is_leaf else tensor.detach()
+
+    def hold_handed_over(self, tensors: list[torch.Tensor]) -> None:
+        """Watch what a collective is given."""
+        for tensor in tensors:
+            self.hold(tensor, "communication buffers")
+
+    def hold_parameters(self, module: nn.Module, kind: str = "parameters") -> None:
+        """Watch the parameters that a module itself has just now; FSDP2 puts the gathered ones in their place."""
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                self.hold_parameter(parameter, kind)
+
+    def hold_parameter(self, parameter: nn.Parameter, kind: str = "parameters") -> None:
+        """Watch a parameter, and its gradients as they come."""
+        self.hold(parameter, kind)
+        key = id(parameter)
+        if key not in self._parameters and parameter.requires_grad:
+            self._parameters[key] = weakref.ref(parameter, lambda _: self._parameters.pop(key, None))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated))
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.hold(parameter.grad, "gradients")
+
+    def _resized(self, storage: TrackedStorage, change: int) -> None:
+        """A storage came, went or was resized."""
+
+    def _moved(self, storage: TrackedStorage, before: str) -> None:
+        """A storage counts as another kind."""
 
 
 @contextlib.contextmanager

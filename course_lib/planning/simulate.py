@@ -261,7 +261,7 @@ def _run(
         log.phase = "backward"
         loss.backward()
         log.module = ""
-        log.find(model, optimizer)
+        log.find_all(model, optimizer)
         log.phase = "step"
         optimizer.step()
         log.stop()

@@ -156,9 +156,9 @@ def planned(way: str, method: str, ranks: int) -> dict[str, float]:
 class _Allocated(AllocationLog):
     """Of tensors that have elements: those on the meta device have none."""
 
-    def hold(self, tensor: Tensor, kind: str, module: str = "") -> None:
+    def hold(self, tensor: Tensor, kind: str, module: str = "", certain: bool = False) -> None:
         if not tensor.is_meta:
-            super().hold(tensor, kind, module)
+            super().hold(tensor, kind, module, certain)
 
 
 def saved_model(folder: Path) -> None:

@@ -98,7 +98,7 @@ class StepProfile(Callback):
         self.profile = profile(
             activities=activities, schedule=schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=1)
         )
-        self.log = CollectiveLog(trainer.clock, lambda tensors: None, lambda begin, end: None)
+        self.log = CollectiveLog(trainer.clock)
         self._listening = False
         self.profile.start()
         self._count(trainer)
