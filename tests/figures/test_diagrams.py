@@ -68,7 +68,7 @@ DRAWN = {
         for h, n in ((SHARDED, 4), (SHARDED, 2), (SHARDED, 6), (WAITING, 4), (SMALL_BATCH, 4))
     ],
     "who_holds_what": [lambda n=n: sharding.who_holds_what(n) for n in (2, 3, 4)],
-    "fsdp_cuts": [lambda n=n: sharding.fsdp_cuts(ranks=n) for n in (2, 3, 4)],
+    "fsdp_cuts": [lambda n=n: sharding.fsdp_cuts(n) for n in (2, 3, 4)],
     "hybrid": [sharding.hybrid, lambda: sharding.hybrid(3, 2), lambda: sharding.hybrid(2, 8)],
     "prefetch": [sharding.prefetch, lambda: sharding.prefetch(2, 1.5), lambda: sharding.prefetch(4, 1.0)],
     "who_waits": [lambda n=n, k=k: pipelines.who_waits(n, k) for n in ("gpipe", "1f1b") for k in (2, 3)],
@@ -84,7 +84,6 @@ DRAWN = {
         for sizes in ((2, 2, 2), (1, 4, 2), (3, 2, 4), (4, 1, 1), (1, 4, 4))
     ],
     "unit_life": [states.unit_life],
-    "checkpoint_states": [states.checkpoint_states],
     "job_life": [states.job_life],
     "hang": [lambda n=n: states.hang(n) for n in (2, 3, 4)],
     "store_keys": [lambda n=n, m=m: store_keys.written_keys(n, m) for n in (2, 3, 4) for m in (None, 1)],
@@ -137,11 +136,7 @@ def flaws(diagram: Diagram) -> list[str]:
         if contrast(label.colour, ground) < 4.4:
             found.append(f"`{label.text}` is pale: {contrast(label.colour, ground):.1f}")
         for arrow in diagram.arrows:
-            if (
-                not label.ground
-                and not arrow.bend
-                and any(crosses(extent, *pair) for pair in itertools.pairwise(arrow.points))
-            ):
+            if not label.ground and any(crosses(extent, *pair) for pair in itertools.pairwise(arrow.points)):
                 found.append(f"`{label.text}` lies under a line")
     return found
 
@@ -169,11 +164,6 @@ def test_a_diagram_is_small_whole_and_readable(draw):
     assert len(list(root.iter(f"{space}text"))) == len(diagram.labels)
     assert repr(diagram) == f"{diagram.title}. {diagram.description}"
     assert flaws(diagram) == []
-
-
-@pytest.mark.parametrize("draw", [pytest.param(draws[0], id=name) for name, draws in DRAWN.items()])
-def test_a_diagram_can_be_looked_at(draw):
-    assert draw().png()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_flaws_are_found():
@@ -269,7 +259,7 @@ def test_who_holds_what_is_the_byte_formula(ranks):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_fsdps_cuts_are_the_flat_parameters_and_dtensors_own(ranks):
     shapes = {"a": (3, 3), "b": (4, 2), "c": (3, 1)}
-    diagram = sharding.fsdp_cuts(shapes, ranks)
+    diagram = sharding.fsdp_cuts(ranks)
     flat = torch.arange(-(-20 // ranks) * ranks).chunk(ranks)
     names = "a" * 9 + "b" * 8 + "c" * 3
     for rank in range(ranks):
@@ -443,7 +433,7 @@ def test_the_grids_links_are_its_groups(sizes):
         lambda: collectives.ring(1),
         lambda: collectives.ring(9),
         lambda: sharding.who_holds_what(8),
-        lambda: sharding.fsdp_cuts({"a": (9, 9)}),
+        lambda: sharding.fsdp_cuts(5),
         lambda: data_parallel.buckets({"a": 1}),
         lambda: data_parallel.dealing(99),
         lambda: data_parallel.no_sync(9),

@@ -5,15 +5,10 @@ sends), its SVG stays small, and its text stays text.
 """
 
 import html
-import io
 import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
-
-from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch, PathPatch, Polygon
-from matplotlib.path import Path
 
 from course_lib.figures.diagrams.marks import (
     EMPTY,
@@ -109,11 +104,10 @@ class Diagram:
         width: float = 1.6,
         head: bool = True,
         dashed: bool = False,
-        bend: float = 0,
         means: Any = None,
     ) -> Arrow:
         """An arrow through points; a line where ``head`` is False."""
-        drawn = Arrow(points, colour, width, head, dashed, bend, means)
+        drawn = Arrow(points, colour, width, head, dashed, means)
         self.arrows.append(drawn)
         return drawn
 
@@ -122,10 +116,10 @@ class Diagram:
         self.text(left - 8, y + height / 2, name, anchor="end")
         return self.box(left, y, right - left, height, fill=COLOURS["idle"], stroke="none", means=("lane", name))
 
-    def time_axis(self, left: float, right: float, y: float, name: str = "time") -> None:
-        """An arrow to the right with its name at the end."""
+    def time_axis(self, left: float, right: float, y: float) -> None:
+        """An arrow to the right with "time" at its end."""
         self.arrow((left, y), (right, y), colour=GREY, width=1.2)
-        self.text(right, y + 12, name, SMALL, "end", GREY)
+        self.text(right, y + 12, "time", SMALL, "end", GREY)
 
     @property
     def height(self) -> float:
@@ -153,19 +147,6 @@ class Diagram:
                 "</svg>",
             ]
         )
-
-    def png(self, scale: float = 1.0) -> bytes:
-        """The same as a PNG, to be looked at: matplotlib draws the same boxes, labels and arrows."""
-        figure = Figure(figsize=(self.width / 100, self.height / 100), dpi=100 * scale, facecolor="white")
-        axes = figure.add_axes((0, 0, 1, 1))
-        axes.set(xlim=(0, self.width), ylim=(self.height, 0))
-        axes.set_axis_off()
-        marks: list[Box | Label | Arrow] = [*self.boxes, *self.arrows, *self._grounds(), *self.labels]
-        for order, thing in enumerate(marks):
-            _paint(axes, thing, order)
-        target = io.BytesIO()
-        figure.savefig(target, format="png")
-        return target.getvalue()
 
     def _grounds(self) -> list[Box]:
         """White boxes under the labels that lie over lines."""
@@ -238,12 +219,9 @@ def _svg_labels(labels: Sequence[Label]) -> str:
 
 def _svg_arrow(arrow: Arrow) -> str:
     first, *others = _points(arrow.shaft)
-    curve = f"Q{' '.join(_points([arrow.control]))} {others[-1]}" if arrow.bend else "L" + " ".join(others)
-    line = (
-        f'<path d="M{first}{curve}" stroke="{_short(arrow.colour)}" stroke-width="{arrow.width:g}"'
-        + ' stroke-dasharray="5 3"' * arrow.dashed
-        + "/>"
-    )
+    route = f"M{first}L" + " ".join(others)
+    line = f'<path d="{route}" stroke="{_short(arrow.colour)}" stroke-width="{arrow.width:g}"'
+    line += ' stroke-dasharray="5 3"' * arrow.dashed + "/>"
     tip = f'<path d="M{" ".join(_points(arrow.tip))}z" fill="{_short(arrow.colour)}"/>'
     return line + tip * arrow.head
 
@@ -251,54 +229,3 @@ def _svg_arrow(arrow: Arrow) -> str:
 def _short(colour: str) -> str:
     """#222222 as #222."""
     return f"#{colour[1]}{colour[3]}{colour[5]}" if colour[1::2] == colour[2::2] and colour[0] == "#" else colour
-
-
-def _paint(axes: Any, thing: Box | Label | Arrow, order: int) -> None:
-    points = 0.72  # per pixel
-    if isinstance(thing, Box):
-        style = f"round,pad=0,rounding_size={thing.radius}" if thing.radius else "square,pad=0"
-        patch = FancyBboxPatch(
-            (thing.x, thing.y),
-            thing.width,
-            thing.height,
-            boxstyle=style,
-            facecolor=thing.fill,
-            edgecolor=thing.stroke,
-            linewidth=points,
-            zorder=order,
-            linestyle=(0, (4, 3)) if thing.dashed else "-",
-        )
-        axes.add_patch(patch)
-    elif isinstance(thing, Label):
-        axes.text(
-            thing.x,
-            thing.y + 0.35 * thing.size,
-            thing.text,
-            fontsize=points * thing.size,
-            color=thing.colour,
-            ha={"start": "left", "middle": "center", "end": "right"}[thing.anchor],
-            va="baseline",
-            fontweight="bold" if thing.bold else "normal",
-            zorder=order,
-            fontfamily="DejaVu Sans",
-            parse_math=False,
-        )
-    else:
-        shaft = list(thing.shaft)
-        if thing.bend:
-            path = Path([shaft[0], thing.control, shaft[-1]], [Path.MOVETO, Path.CURVE3, Path.CURVE3])
-        else:
-            path = Path(shaft)
-        axes.add_patch(
-            PathPatch(
-                path,
-                fill=False,
-                edgecolor=thing.colour,
-                linewidth=points * thing.width,
-                capstyle="butt",
-                zorder=order,
-                linestyle=(0, (3, 2)) if thing.dashed else "-",
-            )
-        )
-        if thing.head:
-            axes.add_patch(Polygon(thing.tip, closed=True, facecolor=thing.colour, linewidth=0, zorder=order))

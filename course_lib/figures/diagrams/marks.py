@@ -76,28 +76,19 @@ class Label:
 
 @dataclass(frozen=True)
 class Arrow:
-    """A line through points, with a head at its end or without; ``bend`` pixels to the left where it is curved."""
+    """A line through points, with a head at its end or without."""
 
     points: tuple[Point, ...]
     colour: str = INK
     width: float = 1.6
     head: bool = True
     dashed: bool = False
-    bend: float = 0
     means: Any = None
-
-    @property
-    def control(self) -> Point:
-        """The point that a curved line of two points bends towards."""
-        (x0, y0), (x1, y1) = self.points[0], self.points[-1]
-        length = math.hypot(x1 - x0, y1 - y0) or 1.0
-        return ((x0 + x1) / 2 + 2 * self.bend * (y1 - y0) / length, (y0 + y1) / 2 - 2 * self.bend * (x1 - x0) / length)
 
     @property
     def tip(self) -> tuple[Point, Point, Point]:
         """The corners of the head."""
-        before = self.control if self.bend else self.points[-2]
-        (x0, y0), (x1, y1) = before, self.points[-1]
+        (x0, y0), (x1, y1) = self.points[-2:]
         length = math.hypot(x1 - x0, y1 - y0) or 1.0
         dx, dy = HEAD * (x1 - x0) / length, HEAD * (y1 - y0) / length
         return (x1, y1), (x1 - dx + 0.5 * dy, y1 - dy - 0.5 * dx), (x1 - dx - 0.5 * dy, y1 - dy + 0.5 * dx)

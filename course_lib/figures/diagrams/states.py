@@ -57,26 +57,6 @@ def unit_life() -> Diagram:
     )
 
 
-def checkpoint_states() -> Diagram:
-    """States that a crash leaves, at each point of the writing of a checkpoint."""
-    wrong, right = tint(COLOURS["wrong"], 0.3), tint(COLOURS["optimizer states"], 0.5)
-    diagram = Diagram(
-        "Whenever it crashes, the latest whole checkpoint can be read",
-        "Four states from left to right: written beside the final name, check sums added, renamed, "
-        "marked as the latest. Below each is what a crash leaves at this point: before the renaming, the "
-        "old checkpoint counts; after it, the new one.",
-    )
-    return _chain(
-        diagram,
-        [
-            ("written beside", wrong, "crash: a part without sums;\nthe old one counts"),
-            ("summed", wrong, "crash: no final name yet;\nthe old one counts"),
-            ("renamed", right, "crash: whole;\nthe new one counts"),
-            ("latest", right, "the new one counts;\nold ones can go"),
-        ],
-    )
-
-
 def job_life() -> Diagram:
     """A job's life on a cluster where it can be interrupted."""
     diagram = Diagram(

@@ -166,17 +166,17 @@ def _row(
     diagram.box(x, y, width, 28, str(row), fill=fill, stroke=stroke, dashed=again, size=SMALL, means=means)
 
 
-def no_sync(micro_batches: int = 4, all_reduce: float = 1.5) -> Diagram:
+def no_sync(micro_batches: int = 4) -> Diagram:
     """A step of several micro-batches on one rank, with an all-reduce after each backward pass, and with one.
 
     Args:
         micro_batches: 2 to 5.
-        all_reduce: time of an all-reduce of the whole gradient, in units of a forward pass; a backward pass takes 2.
     Raises:
         ConfigError: too few or too many micro-batches.
     """
     if not 2 <= micro_batches <= 5:
         raise ConfigError(f"a diagram of {micro_batches} micro-batches", "take 2 to 5")
+    all_reduce = 1.5  # of the whole gradient, in units of a forward pass; a backward pass takes 2
     diagram = Diagram(
         f"With no_sync the gradient travels once per step; without it {micro_batches} times",
         f"Two lanes over time, each with {micro_batches} forward and backward passes. In the upper lane an all-reduce "

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Mapping
 
-from course_lib.errors import ConfigError
 from course_lib.figures.diagrams.base import Diagram
 from course_lib.figures.diagrams.collectives import SENT, check_ranks
 from course_lib.figures.diagrams.marks import GREY, MARGIN, SMALL, WIDTH, tint
@@ -20,19 +19,17 @@ def cut_from(kind: str) -> int:
     return {"optimizer states": 1, "gradients": 2, "parameters": 3}[kind]
 
 
-def who_holds_what(ranks: int = 4, width: int = 4, optimizer_bytes: int = 8) -> Diagram:
-    """Weights, gradients and optimizer states of each rank under DDP and ZeRO-1 to -3, as high as their bytes.
+def who_holds_what(ranks: int = 4) -> Diagram:
+    """Weights, gradients and Adam's states of each rank under DDP and ZeRO-1 to -3 in fp32, as high as their bytes.
 
     Args:
         ranks: N, 2 to 4.
-        width: bytes of a weight, and of its gradient: 4 in fp32.
-        optimizer_bytes: bytes per parameter of the optimizer's states: 8 for Adam in fp32.
     Raises:
         ConfigError: another number of ranks.
     Source: Rajbhandari et al., *ZeRO* (arXiv 1910.02054), figure 1.
     """
     check_ranks(ranks, most=4)
-    sizes = {"parameters": width, "gradients": width, "optimizer states": optimizer_bytes}
+    sizes = {"parameters": 4, "gradients": 4, "optimizer states": 8}
     held = [sum(size / (ranks if stage >= cut_from(kind) else 1) for kind, size in sizes.items()) for stage in range(4)]
     diagram = Diagram(
         f"Each stage of ZeRO cuts one thing more over {ranks} ranks: from {held[0]:g} bytes per parameter to "
@@ -74,21 +71,18 @@ def who_holds_what(ranks: int = 4, width: int = 4, optimizer_bytes: int = 8) -> 
     return diagram
 
 
-def fsdp_cuts(parameters: Mapping[str, tuple[int, int]] | None = None, ranks: int = 2) -> Diagram:
+def fsdp_cuts(ranks: int = 2) -> Diagram:
     """One unit's parameters as FSDP 1 cuts them, end to end in one flat buffer, and as FSDP 2 does, each by its rows.
 
     Args:
-        parameters: (rows, columns) of each, by name; three small ones if None.
         ranks: N, 2 to 4.
     Raises:
-        ConfigError: another number of ranks, or more than 48 elements.
+        ConfigError: another number of ranks.
     Source: Zhao et al., *PyTorch FSDP* (arXiv 2304.11277), section 3.2.1; the DTensors of ``fully_shard``.
     """
     check_ranks(ranks, most=4)
-    shapes = dict(parameters or {"a": (3, 3), "b": (4, 2), "c": (3, 1)})
+    shapes = {"a": (3, 3), "b": (4, 2), "c": (3, 1)}  # (rows, columns)
     numels = {name: rows * columns for name, (rows, columns) in shapes.items()}
-    if sum(numels.values()) > 48:
-        raise ConfigError(f"a diagram of {sum(numels.values())} elements", "take parameters of 48 elements at most")
     total = padded(sum(numels.values()), ranks)
     starts = dict(zip(numels, itertools.accumulate(numels.values(), initial=0), strict=False))
     run = total // ranks

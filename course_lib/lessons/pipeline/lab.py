@@ -210,7 +210,6 @@ def split(
     ids: Tensor,
     engine: type = PipelineExecutor,
     tied: bool = True,
-    timeout: float = 120.0,
 ) -> dict[str, Gradients]:
     """The same, cut into stages that real ranks run as each of some tables says, all for the same number of ranks.
 
@@ -220,11 +219,10 @@ def split(
         ids: [B, L], of which each micro-batch gets as many rows.
         engine: ``PipelineExecutor`` or ``TorchPipeline``.
         tied: add up the gradients of weights that several stages share.
-        timeout: seconds for all tables.
     """
     ranks = {schedule.ranks for schedule in schedules.values()}
     by_rank = launch(
-        _split_on_rank, schedules, build, ids, engine, tied, num_processes=ranks.pop(), timeout=timeout, device="cpu"
+        _split_on_rank, schedules, build, ids, engine, tied, num_processes=ranks.pop(), timeout=120.0, device="cpu"
     )
     return {name: _joined([parts[name] for parts in by_rank]) for name in schedules}
 

@@ -107,24 +107,22 @@ def step_ms(config: Config, slow: float = 0.0, in_thread: bool = False) -> float
     return times.least_ms
 
 
-def row_ms(names: Iterable[str], folder: Path, rows: int = 100, step: float = 2e-3) -> pd.DataFrame:
+def row_ms(names: Iterable[str], folder: Path) -> pd.DataFrame:
     """Median milliseconds that a training waits for a row to be kept: in the step, and handed to a thread.
 
     Args:
         names: of trackers.
         folder: for what they keep.
-        rows: logged with each.
-        step: seconds from row to row; a training computes there.
     """
 
     def timed(tracker: Tracker) -> float:
         tracker.start()
         spent = []
-        for number in range(rows):
+        for number in range(100):
             begin = time.perf_counter()
             tracker.log(ROW, number)
             spent.append(time.perf_counter() - begin)
-            time.sleep(step)
+            time.sleep(2e-3)  # a training computes here
         tracker.finish()
         return statistics.median(spent) * 1e3
 
