@@ -27,16 +27,9 @@ def compare_curves(metrics: pd.DataFrame, names: Sequence[str]) -> Figure:
             for number, (run, name) in enumerate(runs):
                 curve = chosen[(chosen["run"] == run) & (chosen["metric"] == metric)].sort_values("step", kind="stable")
                 # One point of a curve is no line, so each is marked.
-                panel.plot(
-                    curve["step"],
-                    curve["value"],
-                    marker="o",
-                    markersize=3,
-                    linewidth=1.6,
-                    label=name,
-                    color=SERIES[number % len(SERIES)],
-                    linestyle=("-", "--", ":")[number // len(SERIES) % 3],
-                )
+                look = {"color": SERIES[number % len(SERIES)], "linestyle": ("-", "--", ":")[number // len(SERIES) % 3]}
+                points = {"marker": "o", "markersize": 3, "linewidth": 1.6}
+                panel.plot(curve["step"], curve["value"], label=name, **points, **look)
             panel.set(xlabel="optimizer step", ylabel=metric)
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right upper")
@@ -58,12 +51,8 @@ def compare_results(runs: pd.DataFrame, metric: str) -> Figure:
     finding = f"{best['name']} has the best {metric}" if equal == 1 else f"{equal} runs share the best {metric}"
     with canvas(f"{finding}: {best[metric]:.4g}", height=1.1 + 0.32 * len(known)) as (figure, axes):
         axes.hlines(places, known[metric].min(), known[metric], color=COLOURS["idle"])
-        axes.scatter(
-            known[metric],
-            places,
-            zorder=3,
-            color=[COLOURS["neutral"]] * (len(known) - equal) + [COLOURS["right"]] * equal,
-        )
+        colours = [COLOURS["neutral"]] * (len(known) - equal) + [COLOURS["right"]] * equal
+        axes.scatter(known[metric], places, zorder=3, color=colours)
         axes.set_yticks(places, known["name"])
         axes.set(xlabel=metric)
         axes.grid(axis="x")

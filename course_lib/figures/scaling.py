@@ -19,34 +19,17 @@ def scaling(points: pd.DataFrame) -> Figure:
         f"{last['efficiency']:.0%} efficient"
     )
     with canvas(title, width=7.6, height=3.2, ncols=2) as (figure, (rate, time)):
-        rate.plot(
-            counts,
-            first["samples_per_second"] * counts / first["processes"],
-            "--",
-            color=COLOURS["neutral"],
-            linewidth=1.2,
-            label="perfect",
-        )
-        rate.plot(counts, points["samples_per_second"], "o-", color=COLOURS["right"], label="measured")
+        per_process = first["samples_per_second"] / first["processes"]
+        grey, blue = COLOURS["neutral"], COLOURS["right"]
+        rate.plot(counts, per_process * counts, "--", color=grey, linewidth=1.2, label="perfect")
+        rate.plot(counts, points["samples_per_second"], "o-", color=blue, label="measured")
         for _, point in points.iterrows():
-            label_beside(
-                rate,
-                (point["processes"], point["samples_per_second"]),
-                (0, -13),
-                f"{point['efficiency']:.0%}",
-                ha="center",
-                color=COLOURS["right"],
-            )
-        label_beside(
-            rate,
-            (last["processes"], first["samples_per_second"] * last["processes"] / first["processes"]),
-            (-4, 0),
-            "perfect",
-            ha="right",
-            color=COLOURS["neutral"],
-        )
+            at = point["processes"], point["samples_per_second"]
+            label_beside(rate, at, (0, -13), f"{point['efficiency']:.0%}", ha="center", color=blue)
+        end = last["processes"], per_process * last["processes"]
+        label_beside(rate, end, (-4, 0), "perfect", ha="right", color=grey)
         rate.set(ylabel="samples per second", ylim=(0, None))
-        time.plot(counts, points["step_ms"], "o-", color=COLOURS["right"], label="measured")
+        time.plot(counts, points["step_ms"], "o-", color=blue, label="measured")
         time.set(ylabel="ms per step", ylim=(0, None))
         for panel in (rate, time):
             panel.set_xscale("log", base=2)

@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from course_lib.figures.style import COLOURS, PREDICTED, canvas, label_beside
+from course_lib.figures.style import COLOURS, canvas, hollow, label_right, upright_grid
 from course_lib.parallel.pipeline.actions import B, F, I, Schedule, W
 from course_lib.parallel.pipeline.simulation import Span, Timeline
 
@@ -41,16 +41,10 @@ def gantt(timelines: Mapping[str, Timeline], title: str, unit: str = "") -> Figu
         title: the finding.
         unit: of the times, for the axis.
     """
-    panels = [
-        Panel(
-            f"{name}: {float(timeline.bubble):.1%} idle" if name else "",
-            timeline.schedule,
-            timeline.rows,
-            True,
-            timeline.rows,
-        )
-        for name, timeline in timelines.items()
-    ]
+    panels = []
+    for name, timeline in timelines.items():
+        said = f"{name}: {float(timeline.bubble):.1%} idle" if name else ""
+        panels.append(Panel(said, timeline.schedule, timeline.rows, True, timeline.rows))
     return draw(title, panels, unit)
 
 
@@ -68,20 +62,15 @@ def draw(title: str, panels: Sequence[Panel], unit: str) -> Figure:
             axes.set_title(panel.name, fontsize=10)
         grid[-1, 0].set_xlabel(f"time ({unit})" if unit else "time")
         key = _key(panels)
-        figure.legend(
-            handles=key,
-            loc="outside lower center",
-            ncols=6 if len(key) < 6 else 3,
-            fontsize=9,
-            handlelength=1.2,
-            columnspacing=1.2,
-        )
+        columns = 6 if len(key) < 6 else 3
+        look = {"fontsize": 9, "handlelength": 1.2, "columnspacing": 1.2}
+        figure.legend(handles=key, loc="outside lower center", ncols=columns, **look)
     return figure
 
 
 def _key(panels: Sequence[Panel]) -> list[Patch]:
     drawn = {span.action.kind for panel in panels for row in panel.rows for span in row}
-    names = {F: "forward", B: "backward", I: "backward-input", W: "backward-weight"}
+    names = dict(KINDS)
     if drawn >= {B, I}:
         names[B] = "backward, whole or of the input"
         drawn.remove(I)
@@ -119,16 +108,8 @@ def _panel(axes: Axes, panel: Panel, end: float) -> None:
             sharing = before is not None and before.action in schedule.overlapped and span.start < before.end
             height = LANE / 2 if shared or sharing else LANE
             top = rank - LANE / 2 + (LANE / 2 if sharing else 0)
-            _block(
-                axes,
-                span,
-                top,
-                height,
-                laps[span.action.stage],
-                hatched,
-                inch,
-                str(span.action.microbatch) if span.action in numbered else "",
-            )
+            label = str(span.action.microbatch) if span.action in numbered else ""
+            _block(axes, span, top, height, laps[span.action.stage], hatched, inch, label)
     step = max(1, len(rows) // 8)
     axes.set_yticks(range(0, len(rows), step), [f"rank {rank}" for rank in range(0, len(rows), step)], fontsize=8)
     axes.set(xlim=(-0.003 * end, 1.003 * end), ylim=(len(rows) - 0.5, -0.5))
@@ -162,15 +143,8 @@ def _block(axes: Axes, span: Span, top: float, height: float, lap: int, hatched:
         foot = 0.12 * lap * height
         axes.add_patch(Rectangle((start, top + height - foot), width, foot, facecolor="black", edgecolor="none"))
     if label:
-        axes.text(
-            start + width / 2,
-            top + 0.47 * height,
-            label,
-            ha="center",
-            va="center_baseline",
-            fontsize=7.5 if height == LANE else 6,
-            color="black" if hatched else INK[kind],
-        )
+        look = {"fontsize": 7.5 if height == LANE else 6, "color": "black" if hatched else INK[kind]}
+        axes.text(start + width / 2, top + 0.47 * height, label, ha="center", va="center_baseline", **look)
 
 
 def _tint(colour: str) -> tuple[float, ...]:
@@ -194,34 +168,19 @@ def bubble_beside_memory(
             held, idle = float(max(timeline.peak_activations)), 100 * float(timeline.bubble)
             fits = limit is None or held <= limit
             for axes, value, kind in ((idle_axes, idle, "neutral"), (held_axes, held, "activations")):
-                axes.barh(row, value, height=0.62, edgecolor=COLOURS[kind] if fits else "#b5b5b5", **PREDICTED)
-                label_beside(
-                    axes,
-                    (value, row),
-                    (5, 0),
-                    f"{value:.3g}",
-                    va="center",
-                    fontsize=9,
-                    color="black" if fits else "#777777",
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.3},
-                )
+                look = hollow(COLOURS[kind] if fits else "#b5b5b5", "")
+                axes.barh(row, value, height=0.62, **look)
+                ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.3}
+                ink = "black" if fits else "#777777"
+                label_right(axes, value, row, f"{value:.3g}", fontsize=9, color=ink, bbox=ground)
         if limit is not None:
             held_axes.axvline(float(limit), color=COLOURS["wrong"], linewidth=1.4, label="limit")
-            held_axes.text(
-                float(limit),
-                -0.7,
-                "limit",
-                ha="center",
-                va="bottom",
-                color=COLOURS["wrong"],
-                fontweight="bold",
-                fontsize=9,
-            )
+            look = {"color": COLOURS["wrong"], "fontweight": "bold", "fontsize": 9}
+            held_axes.text(float(limit), -0.7, "limit", ha="center", va="bottom", **look)
         idle_axes.set_yticks(range(len(timelines)), list(timelines), fontsize=9)
         idle_axes.set(xlabel="idle (% of all ranks' time)", ylim=(len(timelines) - 0.5, -0.7))
         held_axes.set(xlabel=f"held at most by a rank ({unit})")
         for axes in (idle_axes, held_axes):
             axes.margins(x=0.14)
-            axes.grid(axis="y", visible=False)
-            axes.grid(axis="x")
+            upright_grid(axes)
     return figure

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from course_lib.figures.style import COLOURS, SERIES, canvas, end_label, label_beside
+from course_lib.figures.style import COLOURS, SERIES, canvas, curve, end_label, label_beside, spread_out
 
 WIDTHS = (8.0, 4.0, 1.4)
 """Points; each curve is thinner than the one below it, so that all show where they coincide."""
@@ -45,22 +45,12 @@ def worst_difference(curves: Mapping[int, Sequence[float]]) -> float:
 
 def _draw_losses(axes: Axes, curves: Mapping[int, Sequence[float]], other: Sequence[float], other_name: str) -> None:
     ends = []
-    for (ranks, curve), colour, width in zip(curves.items(), SERIES, WIDTHS, strict=False):
-        axes.plot(
-            range(1, len(curve) + 1), curve, color=colour, linewidth=width, solid_capstyle="round", label=_name(ranks)
-        )
-        ends.append((_name(ranks), colour, len(curve), curve[-1]))
-    axes.plot(range(1, len(other) + 1), other, color=COLOURS["wrong"], linewidth=1.4, label=other_name)
-    label_beside(
-        axes,
-        (len(other), other[-1]),
-        (0, -6),
-        other_name,
-        ha="right",
-        va="top",
-        color=COLOURS["wrong"],
-        fontweight="bold",
-    )
+    for (ranks, losses), colour, width in zip(curves.items(), SERIES, WIDTHS, strict=False):
+        curve(axes, losses, color=colour, linewidth=width, solid_capstyle="round", label=_name(ranks))
+        ends.append((_name(ranks), colour, len(losses), losses[-1]))
+    look = {"color": COLOURS["wrong"]}
+    curve(axes, other, linewidth=1.4, label=other_name, **look)
+    label_beside(axes, (len(other), other[-1]), (0, -6), other_name, ha="right", va="top", fontweight="bold", **look)
     axes.set(xlabel="optimizer step", ylabel="training loss (nats)")
     _label_ends(axes, ends)
 
@@ -75,27 +65,20 @@ def _draw_differences(
     (reference, first), *rest = curves.items()
     drawn = [(other_name, COLOURS["wrong"], 3.0, other)]
     drawn += [
-        (_name(ranks), colour, width, curve)
-        for (ranks, curve), colour, width in zip(rest, SERIES[1:], WIDTHS, strict=False)
+        (_name(ranks), colour, width, losses)
+        for (ranks, losses), colour, width in zip(rest, SERIES[1:], WIDTHS, strict=False)
     ]
     ends = [("predicted", COLOURS["neutral"], len(predicted), predicted[-1])]
-    for number, (name, colour, size, curve) in enumerate(drawn):
-        apart = np.maximum(np.abs(np.asarray(curve) - np.asarray(first)[: len(curve)]), EQUAL)
-        axes.plot(range(1, len(curve) + 1), apart, color=colour, linestyle="", marker="o", markersize=size, label=name)
+    for number, (name, colour, size, losses) in enumerate(drawn):
+        apart = np.maximum(np.abs(np.asarray(losses) - np.asarray(first)[: len(losses)]), EQUAL).tolist()
+        curve(axes, apart, color=colour, linestyle="", marker="o", markersize=size, label=name)
         if number:  # the points of each lie on two levels, so that a name at either would be that level's
             axes.text(
                 len(first) + 1.2, BETWEEN / 3**number, f"\u25cf {name}", color=colour, va="center", fontweight="bold"
             )
         else:
-            ends.append((name, colour, len(curve), apart[-1]))
-    axes.plot(
-        range(1, len(predicted) + 1),
-        predicted,
-        color=COLOURS["neutral"],
-        linewidth=1.2,
-        linestyle="--",
-        label="predicted",
-    )
+            ends.append((name, colour, len(losses), apart[-1]))
+    curve(axes, predicted, color=COLOURS["neutral"], linewidth=1.2, linestyle="--", label="predicted")
     axes.set(yscale="log", xlabel="optimizer step", ylabel=f"difference from {_name(reference)} (nats)")
     powers = range(-7, 2, 2)
     axes.set_yticks([EQUAL, *(10.0**power for power in powers)], ["equal", *(f"$10^{{{power}}}$" for power in powers)])
@@ -109,18 +92,10 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[str, str, int, float]], gap: fl
     to_axes = axes.transData + axes.transAxes.inverted()
     ends = sorted(ends, key=lambda end: end[3])
     heights = [float(to_axes.transform((x, y))[1]) for _, _, x, y in ends]
-    upwards = _apart(heights, gap)
-    downwards = [-height for height in _apart([-height for height in reversed(heights)], gap)][::-1]
+    upwards = spread_out(heights, gap)
+    downwards = [-height for height in spread_out([-height for height in reversed(heights)], gap)][::-1]
     for (name, colour, x, _), up, down in zip(ends, upwards, downwards, strict=True):
         end_label(axes, x, float(to_axes.inverted().transform((0, (up + down) / 2))[1]), name, colour)
-
-
-def _apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Ascending heights, each raised to at least ``gap`` above the one before."""
-    raised: list[float] = []
-    for height in heights:
-        raised.append(max(height, raised[-1] + gap) if raised else height)
-    return raised
 
 
 def _name(ranks: int) -> str:

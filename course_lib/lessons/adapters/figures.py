@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
-from course_lib.figures.style import COLOURS, PREDICTED, SERIES, canvas, label_beside
+from course_lib.figures.style import COLOURS, SERIES, canvas, key, label_above, label_right, name_rows, stack
 
 ByMethod = Mapping[str, Mapping[str, Mapping[str, float]]]
 """Bytes by strategy, method and kind."""
@@ -23,31 +22,19 @@ def memory(held: ByMethod, planned: ByMethod, title: str) -> Figure:
     with canvas(title, width=9.5, height=3.5, ncols=len(held), sharey=True) as (figure, panels):
         for axes, (way, methods) in zip(panels, held.items(), strict=True):
             for at, (method, kinds) in enumerate(methods.items()):
-                counted = foreseen = 0.0
-                for kind, size in kinds.items():
-                    axes.bar(at - 0.2, size / 1e6, bottom=counted / 1e6, width=0.36, color=COLOURS[kind], label=kind)
-                    expected = planned[way][method][kind]
-                    axes.bar(
-                        at + 0.2,
-                        expected / 1e6,
-                        bottom=foreseen / 1e6,
-                        width=0.36,
-                        edgecolor=COLOURS[kind],
-                        label=kind,
-                        **PREDICTED,
-                    )
-                    counted, foreseen = counted + size, foreseen + expected
-                label_beside(axes, (at - 0.2, counted / 1e6), (0, 3), f"{counted / 1e6:.1f}", ha="center", fontsize=8)
+                counted = stack(axes, at - 0.2, _megabytes(kinds), COLOURS, size=0.36)
+                stack(axes, at + 0.2, _megabytes(planned[way][method]), COLOURS, size=0.36, predicted=True)
+                label_above(axes, at - 0.2, counted, f"{counted:.1f}", fontsize=8)
             axes.set_xticks(range(len(methods)), list(methods))
             axes.set_title(way, fontsize=10)
         panels[0].set_ylabel("MB per rank\n(solid: counted, hatched: planned)")
-        figure.legend(
-            handles=[Patch(color=COLOURS[kind], label=kind) for kind in next(iter(next(iter(held.values())).values()))],
-            loc="outside lower center",
-            ncols=4,
-            fontsize=8,
-        )
+        kinds = next(iter(next(iter(held.values())).values()))
+        key(figure, {kind: COLOURS[kind] for kind in kinds}, loc="outside lower center", ncols=4, fontsize=8)
     return figure
+
+
+def _megabytes(sizes: Mapping[str, float]) -> dict[str, float]:
+    return {kind: size / 1e6 for kind, size in sizes.items()}
 
 
 def losses(by_trained: Mapping[str, tuple[float, float]], before: float, title: str) -> Figure:
@@ -65,9 +52,7 @@ def losses(by_trained: Mapping[str, tuple[float, float]], before: float, title: 
         axes.plot(*zip(*points.values(), strict=True), color=COLOURS["parameters"])
         for way, point in points.items():
             axes.plot(*point, "o", color=COLOURS["parameters"], label=way)
-            label_beside(
-                axes, point, (0, 7), way, ha="center", fontsize=9, fontweight="bold", color=COLOURS["parameters"]
-            )
+            label_above(axes, *point, way, 7, fontsize=9, fontweight="bold", color=COLOURS["parameters"])
         axes.set(
             xscale="log", xlabel="share of the parameters that are trained, %", ylabel="validation loss, nats per byte"
         )
@@ -92,15 +77,8 @@ def four_bits(values: Sequence[float], levels: Mapping[str, Sequence[float]], ti
             axes.plot(
                 places, [height] * len(places), "|", color=SERIES[row], markersize=11, markeredgewidth=1.8, label=name
             )
-            axes.annotate(
-                name,
-                (1.04, height),
-                va="center",
-                color=SERIES[row],
-                fontweight="bold",
-                fontsize=9,
-                annotation_clip=False,
-            )
+            look = {"va": "center", "color": SERIES[row], "fontweight": "bold", "fontsize": 9}
+            axes.annotate(name, (1.04, height), annotation_clip=False, **look)
         axes.set(
             xlabel="weight, divided by the largest magnitude of its block of 64", ylabel="density", xlim=(-1.03, 1.03)
         )
@@ -119,17 +97,8 @@ def left(kept: Mapping[str, Mapping[str, float]], title: str) -> Figure:
     """
     with canvas(title, width=8, height=0.9 + 0.4 * len(kept)) as (figure, axes):
         for row, kinds in enumerate(kept.values()):
-            start = 0.0
-            for kind, size in kinds.items():
-                axes.barh(row, size / 1e6, left=start / 1e6, height=0.6, color=COLOURS[kind], label=kind)
-                start += size
-            label_beside(axes, (start / 1e6, row), (4, 0), f"{start / 1e6:.1f}", va="center", fontsize=9)
-        axes.set_yticks(range(len(kept)), list(kept))
-        axes.invert_yaxis()
-        axes.margins(x=0.1)
-        axes.grid(axis="y", visible=False)
-        axes.grid(axis="x")
-        axes.set_xlabel("MB on the device")
-        bars = [Patch(color=COLOURS[kind], label=kind) for kind in next(iter(kept.values()))]
-        axes.legend(handles=bars, fontsize=8, ncols=4, loc="lower right")
+            end = stack(axes, row, _megabytes(kinds), COLOURS, lies=True)
+            label_right(axes, end, row, f"{end:.1f}", 4, fontsize=9)
+        name_rows(axes, kept, "MB on the device", room=0.1)
+        key(axes, {kind: COLOURS[kind] for kind in next(iter(kept.values()))}, fontsize=8, ncols=4, loc="lower right")
     return figure

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from course_lib.figures import numbers
-from course_lib.figures.style import COLOURS, PREDICTED, canvas, end_label, label_beside
+from course_lib.figures.style import COLOURS, canvas, curve, end_label, hollow, label_beside, name_rows
 from course_lib.lessons.basic_loop.lab import Moment, padding_share
 
 KINDS = ("parameters", "optimizer states", "gradients", "activations")
@@ -103,21 +103,10 @@ def time_by_phase(measured: Mapping[str, float], predicted: Mapping[str, float])
             axes.barh(row, ms, height=0.42, color=COLOURS[phase], label="measured")
             axes.text(ms, row, f" {_milliseconds(ms)}", va="center")
             if phase in predicted:
-                axes.barh(
-                    row + 0.4, predicted[phase], height=0.22, edgecolor=COLOURS[phase], label="predicted", **PREDICTED
-                )
-                axes.text(
-                    predicted[phase],
-                    row + 0.42,
-                    f"   predicted {_milliseconds(predicted[phase])}",
-                    va="center",
-                    color=COLOURS["neutral"],
-                    fontsize=9,
-                )
-        axes.set_yticks(range(len(measured)), list(measured))
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        axes.grid(axis="x")
+                axes.barh(row + 0.4, predicted[phase], height=0.22, **hollow(COLOURS[phase]))
+                said = f"   predicted {_milliseconds(predicted[phase])}"
+                axes.text(predicted[phase], row + 0.42, said, va="center", color=COLOURS["neutral"], fontsize=9)
+        name_rows(axes, measured)
         axes.set(xlabel="ms per step", xlim=(0, 1.25 * max([*measured.values(), *predicted.values()])))
     return figure
 
@@ -193,17 +182,10 @@ def resumed_losses(
         else f"The resumed run differs by up to {apart:.1e}"
     )
     with canvas(title, width=6.4, height=2.6) as (figure, axes):
-        axes.plot(
-            range(1, len(whole) + 1),
-            whole,
-            color=COLOURS["idle"],
-            linewidth=7,
-            solid_capstyle="round",
-            label="the whole run",
-        )
+        curve(axes, whole, color=COLOURS["idle"], linewidth=7, solid_capstyle="round", label="the whole run")
         for losses, line, kind, name in ((wrong, "o--", "wrong", wrong_name), (resumed, "o-", "right", "resumed")):
             colour = COLOURS[kind]
-            axes.plot(list(losses), list(losses.values()), line, color=colour, markersize=4, linewidth=1.2, label=name)
+            curve(axes, losses, line, color=colour, markersize=4, linewidth=1.2, label=name)
         axes.axvline(min(resumed) - 0.5, color=COLOURS["neutral"], linestyle=":", linewidth=1)
         axes.text(min(resumed) - 0.6, min(whole), "stopped here ", ha="right", va="bottom", color=COLOURS["neutral"])
         look = {"va": "bottom", "color": COLOURS["neutral"], "fontweight": "bold"}

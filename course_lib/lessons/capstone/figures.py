@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from course_lib.figures.style import COLOURS, PREDICTED, SERIES, canvas
+from course_lib.figures.style import COLOURS, SERIES, canvas, curve, hollow
 from course_lib.lessons.capstone.decisions import Here
 from course_lib.lessons.capstone.rehearsal import Broken, Resumed, Tracked, table
 
@@ -27,22 +27,13 @@ def recovery(undisturbed: Mapping[int, float], broken: Broken, resumed: Resumed)
         else f"Killed at step {broken.step}, and not resumed"
     )
     with canvas(title) as (figure, axes):
-        axes.plot(
-            list(undisturbed), list(undisturbed.values()), color=COLOURS["idle"], linewidth=9, label="undisturbed"
-        )
-        axes.plot(
-            list(broken.losses),
-            list(broken.losses.values()),
-            "o",
-            color=SERIES[1],
-            markersize=10,
-            fillstyle="none",
-            label="until it was killed",
-        )
+        curve(axes, undisturbed, color=COLOURS["idle"], linewidth=9, label="undisturbed")
+        until = {"color": SERIES[1], "markersize": 10, "fillstyle": "none", "label": "until it was killed"}
+        curve(axes, broken.losses, "o", **until)
         if broken.killed:
             axes.plot(broken.step, undisturbed[broken.step], "X", color=COLOURS["wrong"], markersize=13, label="killed")
         again = {step: loss for step, loss in resumed.record if step > start}
-        axes.plot(list(again), list(again.values()), "o", color=SERIES[0], markersize=5, label="resumed")
+        curve(axes, again, "o", color=SERIES[0], markersize=5, label="resumed")
         axes.set(xlabel="optimizer step", ylabel="training loss (nats)")
         axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
     return figure
@@ -66,7 +57,7 @@ def comparison(runs: Sequence[Tracked], planned: Mapping[str, Here], title: str)
         for axes, (name, (column, plan)) in zip(bars, panels.items(), strict=True):
             for place, (arm, colour) in enumerate(ARMS.items()):
                 if arm in plan:
-                    axes.bar(place - 0.2, plan[arm], width=0.4, **PREDICTED, edgecolor=colour, label="predicted")
+                    axes.bar(place - 0.2, plan[arm], width=0.4, **hollow(colour))
                 axes.bar(place + 0.2 * bool(plan), rows.loc[arm, column], width=0.4, color=colour, label="measured")
             axes.set(xlabel=f"{name}\n(hatched: predicted)" if plan else name)
         for place, (arm, colour) in enumerate(ARMS.items()):

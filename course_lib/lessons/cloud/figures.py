@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from course_lib.figures.style import COLOURS, SERIES, canvas
+from course_lib.figures.style import COLOURS, SERIES, canvas, curve
 
 PHASES = {
     "Downloading": COLOURS["data"],
@@ -34,23 +34,10 @@ def life(description: Mapping[str, Any], lines: Sequence[str], elsewhere: Mappin
     )
     with canvas(title, height=4.2, nrows=2, height_ratios=(1, 2)) as (figure, (top, bottom)):
         _phases(top, description)
-        bottom.plot(
-            list(elsewhere),
-            list(elsewhere.values()),
-            color=COLOURS["idle"],
-            linewidth=8,
-            zorder=0,
-            label="uninterrupted, on this machine",
-        )
+        there = {"color": COLOURS["idle"], "linewidth": 8, "zorder": 0, "label": "uninterrupted, on this machine"}
+        curve(bottom, elsewhere, **there)
         for number, losses in enumerate(attempts):
-            bottom.plot(
-                list(losses),
-                list(losses.values()),
-                marker="o",
-                markersize=5,
-                color=SERIES[number],
-                label=f"attempt {number + 1}",
-            )
+            curve(bottom, losses, marker="o", markersize=5, color=SERIES[number], label=f"attempt {number + 1}")
         bottom.legend(loc="lower left", ncols=3)
         bottom.set(xlabel="optimizer step", ylabel="training loss (nats)")
         bottom.margins(y=0.3)
@@ -71,21 +58,12 @@ def losses_by_attempt(lines: Sequence[str]) -> list[dict[int, float]]:
 def _phases(axes: Any, description: Mapping[str, Any]) -> None:
     """A bar for each phase, from its start to that of the next."""
     phases = description["SecondaryStatusTransitions"]
-    starts: list[datetime] = [phase["StartTime"] for phase in phases]
-    ends = [*starts[1:], description["TrainingEndTime"]]
+    begin: datetime = phases[0]["StartTime"]
+    starts = [(phase["StartTime"] - begin).total_seconds() for phase in phases]
+    ends = [*starts[1:], (description["TrainingEndTime"] - begin).total_seconds()]
     for phase, start, end in zip(phases, starts, ends, strict=True):
-        axes.barh(
-            0,
-            (end - start).total_seconds(),
-            left=(start - starts[0]).total_seconds(),
-            color=PHASES[phase["Status"]],
-            label=phase["Status"],
-        )
-    interruption = [
-        (start - starts[0]).total_seconds()
-        for phase, start in zip(phases, starts, strict=True)
-        if phase["Status"] == "Interrupted"
-    ]
+        axes.barh(0, end - start, left=start, color=PHASES[phase["Status"]], label=phase["Status"])
+    interruption = [start for phase, start in zip(phases, starts, strict=True) if phase["Status"] == "Interrupted"]
     (cross,) = axes.plot(interruption, [0] * len(interruption), "X", color=PHASES["Interrupted"], markersize=10)
     axes.set(yticks=[], xlabel="seconds since the job started")
     axes.grid(False)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from course_lib.figures.style import COLOURS, SERIES, canvas, label_beside
+from course_lib.figures.style import COLOURS, SERIES, canvas, label_right, name_rows, spread_out, stack
 
 
 def bill(compute: float, waits: Mapping[str, float]) -> Figure:
@@ -18,18 +18,12 @@ def bill(compute: float, waits: Mapping[str, float]) -> Figure:
     slowest = max(waits, key=lambda link: waits[link])
     share = waits[slowest] / (compute + waits[slowest])
     with canvas(f"At {slowest} a step waits {share:.0%} of its time", height=2.3) as (figure, axes):
-        for row, (_, wait) in enumerate(waits.items()):
-            axes.barh(row, 1000 * compute, height=0.6, color=COLOURS["forward"], label="computing")
-            axes.barh(
-                row, 1000 * wait, left=1000 * compute, height=0.6, color=COLOURS["communication"], label="all-reduce"
-            )
-            label_beside(axes, (1000 * (compute + wait), row), (5, 0), f"{1000 * (compute + wait):.0f}", va="center")
-        axes.set_yticks(range(len(waits)), list(waits))
-        axes.invert_yaxis()
-        axes.margins(x=0.1)
-        axes.grid(axis="y", visible=False)
-        axes.grid(axis="x")
-        axes.set_xlabel("milliseconds per step (blue: computing, orange: all-reduce)")
+        colours = {"computing": COLOURS["forward"], "all-reduce": COLOURS["communication"]}
+        for row, wait in enumerate(waits.values()):
+            parts = {"computing": 1000 * compute, "all-reduce": 1000 * wait}
+            end = stack(axes, row, parts, colours, lies=True)
+            label_right(axes, end, row, f"{end:.0f}")
+        name_rows(axes, waits, "milliseconds per step (blue: computing, orange: all-reduce)", room=0.1)
     return figure
 
 
@@ -66,23 +60,13 @@ def loss_over_seconds(curves: Mapping[str, Mapping[str, Sequence[tuple[float, fl
         last = {way: points[-1][1] for way, points in next(iter(curves.values())).items()}
         for way, place in apart(last, 0.075, panels[-1].get_ylim()).items():
             name = way if first[way] == way else f"{way} (dashed)"
-            panels[-1].annotate(
-                name,
-                (1.03, place),
-                xycoords="axes fraction",
-                va="center",
-                color=colours[first[way]],
-                fontweight="bold",
-                fontsize=9,
-                annotation_clip=False,
-            )
+            look = {"color": colours[first[way]], "fontweight": "bold", "fontsize": 9, "annotation_clip": False}
+            panels[-1].annotate(name, (1.03, place), xycoords="axes fraction", va="center", **look)
     return figure
 
 
 def apart(values: Mapping[str, float], gap: float, limits: tuple[float, float]) -> dict[str, float]:
     """Heights of labels, as shares of an axis with these limits, in the order given: at least a gap between any two."""
     low, high = limits
-    below, placed = float("-inf"), {}
-    for name in sorted(values, key=lambda name: values[name]):
-        below = placed[name] = max((values[name] - low) / (high - low), below + gap)
-    return {name: placed[name] for name in values}
+    heights = [(value - low) / (high - low) for value in values.values()]
+    return dict(zip(values, spread_out(heights, gap), strict=True))

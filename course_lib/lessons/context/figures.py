@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from course_lib.figures.style import COLOURS, PREDICTED, SERIES, canvas, label_beside
+from course_lib.figures.style import COLOURS, PREDICTED, SERIES, canvas, label_above, label_right, upright_grid
 
 OUTLINE = {**PREDICTED, "hatch": None, "edgecolor": "black", "linestyle": "--"}
 KB = 1e3
@@ -30,11 +30,10 @@ def sent(counted: Mapping[str, Mapping[str, int]], predicted: Mapping[str, Mappi
             for row, (way, value) in enumerate(counted[kind].items()):
                 axes.barh(row, value / KB, height=0.5, color=COLOURS["communication"], label="counted")
                 axes.barh(row, predicted[kind][way] / KB, height=0.72, **OUTLINE, label="predicted")
-                label_beside(axes, (value / KB, row), (6, 0), f"{value / KB:.0f}", va="center")
+                label_right(axes, value / KB, row, f"{value / KB:.0f}", 6)
             axes.set_title(kind, fontsize=10)
             axes.margins(x=0.18)
-            axes.grid(axis="y", visible=False)
-            axes.grid(axis="x")
+            upright_grid(axes)
             axes.set_xlabel("kB sent by a rank\n(broken line: predicted)")
         both[0].set_yticks(range(len(counted[kinds[0]])), list(counted[kinds[0]]))
         both[0].invert_yaxis()
@@ -62,18 +61,10 @@ def balance(work: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
                 axes.bar(
                     at, [step[rank] for step in steps], width=0.74 / ranks, color=SERIES[rank], label=f"rank {rank}"
                 )
-                label_beside(
-                    axes, (at[0], steps[0][rank]), (0, 3), f"rank {rank}", ha="center", fontsize=8, color=SERIES[rank]
-                )
+                label_above(axes, at[0], steps[0][rank], f"rank {rank}", fontsize=8, color=SERIES[rank])
             for place, step in enumerate(steps):
-                axes.plot(
-                    [place - 0.45, place + 0.45],
-                    [max(step)] * 2,
-                    color="black",
-                    linestyle="--",
-                    linewidth=1.2,
-                    label="the step lasts",
-                )
+                level = {"color": "black", "linestyle": "--", "linewidth": 1.2, "label": "the step lasts"}
+                axes.plot([place - 0.45, place + 0.45], [max(step)] * 2, **level)
             axes.set_title(f"{layout}: the steps last {lasts[layout]:,}", fontsize=10)
             axes.set_xticks(range(len(steps)), [f"step {number}" for number in range(len(steps))])
             axes.margins(y=0.14)

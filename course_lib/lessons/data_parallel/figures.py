@@ -8,10 +8,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from course_lib.figures.style import COLOURS, canvas, end_label, label_beside
+from course_lib.figures.style import (
+    COLOURS,
+    canvas,
+    curve,
+    dots,
+    end_label,
+    label_beside,
+    label_right,
+    spread_out,
+    upright_grid,
+)
 from course_lib.lessons.data_parallel.buckets import OverLink
 from course_lib.lessons.data_parallel.lab import Sending
 from course_lib.metering.meter import ring_bytes
+
+SENT = COLOURS["communication"]
 
 
 def drift(spread: Mapping[str, Sequence[float]], right: str) -> Figure:
@@ -31,12 +43,11 @@ def drift(spread: Mapping[str, Sequence[float]], right: str) -> Figure:
         zip([name for name in spread if name != right], (COLOURS["wrong"], "#E69F00", "#CC79A7"), strict=True)
     )
     with canvas(title, width=6.6, height=2.9) as (figure, axes):
-        lowest = 0.0
-        for name, values in sorted(spread.items(), key=lambda entry: entry[1][-1]):
+        names = sorted(spread, key=lambda name: spread[name][-1])
+        for name, height in zip(names, spread_out([spread[name][-1] for name in names], 0.07 * top), strict=True):
             colour = colours.get(name, COLOURS["right"])
-            axes.plot(values, color=colour, marker="o", markersize=3, clip_on=False, label=name)
-            end_label(axes, len(values) - 1, max(values[-1], lowest), name, colour)
-            lowest = max(values[-1], lowest) + 0.07 * top  # the labels must not lie upon each other
+            axes.plot(spread[name], color=colour, marker="o", markersize=3, clip_on=False, label=name)
+            end_label(axes, len(spread[name]) - 1, height, name, colour)
         axes.set(
             xlabel="optimizer steps made",
             ylabel="largest difference between\nranks, in any one weight",
@@ -47,16 +58,16 @@ def drift(spread: Mapping[str, Sequence[float]], right: str) -> Figure:
     return figure
 
 
-def bytes_against_ranks(naive: Mapping[int, float], ring: Mapping[int, float], up_to: int = 16) -> Figure:
+def bytes_against_ranks(naive: Mapping[int, float], ring: Mapping[int, float]) -> Figure:
     """Bytes of the busiest rank in one all-reduce: measured points on the formulas' lines.
 
     Args:
         naive: by number of ranks, what rank 0 sends where everyone sends to it, in sizes of the tensor.
         ring: what a rank sends in a ring, likewise.
-        up_to: ranks at which the lines end.
     """
     most = max(ring)
     title = f"At {most} ranks rank 0 sends {naive[most]:.3g} times the tensor, a ring's rank {ring[most]:.3g} times"
+    up_to = 16
     ranks = range(2, up_to + 1)
     through_one = [n - 1.0 for n in ranks]
     around = [ring_bytes("all_reduce", 10**6, n) / 10**6 for n in ranks]
@@ -66,7 +77,7 @@ def bytes_against_ranks(naive: Mapping[int, float], ring: Mapping[int, float], u
             ("ring", around, ring, COLOURS["right"]),
         ):
             axes.plot(ranks, formula, color=colour, linestyle="--", linewidth=1.2, label=f"{name}, by formula")
-            axes.plot(list(measured), list(measured.values()), "o", color=colour, markersize=7, label=name)
+            curve(axes, measured, "o", color=colour, markersize=7, label=name)
             end_label(axes, up_to, formula[-1], name, colour)
         label_beside(
             axes, (most, naive[most]), (-10, 14), "measured", ha="center", color=COLOURS["neutral"], fontsize=9
@@ -117,30 +128,13 @@ def over_link(ways: Mapping[str, OverLink]) -> Figure:
             axes.plot(
                 [1e3 * way.on_paper] * 2, [row - 0.3, row + 0.3], "--", color="black", linewidth=1.2, label="computed"
             )
-            axes.plot(
-                [1e3 * seconds for seconds in way.steps],
-                [row] * tries,
-                "o",
-                markersize=5,
-                alpha=0.6,
-                color=COLOURS["communication"],
-                label="every try",
-            )
+            dots(axes, [1e3 * seconds for seconds in way.steps], row, markersize=5, alpha=0.6, color=SENT)
         last = list(ways.values())[-1]
         label_beside(axes, (1e3 * last.on_paper, row + 0.3), (0, -2), "computed", ha="center", va="top", fontsize=8.5)
-        label_beside(
-            axes,
-            (1e3 * max(last.steps), row),
-            (7, 0),
-            "every try",
-            va="center",
-            fontsize=8.5,
-            color=COLOURS["communication"],
-        )
+        label_right(axes, 1e3 * max(last.steps), row, "every try", 7, fontsize=8.5, color=SENT)
         axes.set_yticks(range(len(ways)), [f"{name} ({len(way.buckets)})" for name, way in ways.items()])
         axes.set_ylim(len(ways) - 0.3, -0.5)
-        axes.grid(axis="y", visible=False)
-        axes.grid(axis="x")
+        upright_grid(axes)
         axes.set(xlim=(0, None), xlabel="ms until all gradients are averaged")
     return figure
 
@@ -165,35 +159,14 @@ def seconds_against_bytes(
     )
     with canvas(title, width=6.6, height=3.0) as (figure, axes):
         for size, tries in seconds.items():
-            axes.plot(
-                [size] * len(tries),
-                [1e3 * one for one in tries],
-                "o",
-                markersize=2.5,
-                alpha=0.3,
-                color=COLOURS["communication"],
-                label="every try",
-            )
-        axes.plot(list(medians), list(medians.values()), color=COLOURS["communication"], label="median")
-        end_label(axes, max(medians), medians[max(medians)], "medians", COLOURS["communication"])
-        axes.text(
-            0.02,
-            0.95,
-            "dots: every try",
-            transform=axes.transAxes,
-            va="top",
-            fontsize=8.5,
-            color=COLOURS["communication"],
-        )
-        axes.plot(
-            list(seconds),
-            [1e3 * (2 * latency + size / rate) for size in seconds],
-            "--",
-            color="black",
-            linewidth=1.2,
-            label="formula",
-        )
-        label_beside(axes, (large, 1e3 * (2 * latency + large / rate)), (8, -10), "formula", fontsize=9)
+            look = {"markersize": 2.5, "alpha": 0.3, "color": SENT, "label": "every try"}
+            axes.plot([size] * len(tries), [1e3 * one for one in tries], "o", **look)
+        curve(axes, medians, color=SENT, label="median")
+        end_label(axes, max(medians), medians[max(medians)], "medians", SENT)
+        axes.text(0.02, 0.95, "dots: every try", transform=axes.transAxes, va="top", fontsize=8.5, color=SENT)
+        formula = {size: 1e3 * (2 * latency + size / rate) for size in seconds}
+        curve(axes, formula, "--", color="black", linewidth=1.2, label="formula")
+        label_beside(axes, (large, formula[large]), (8, -10), "formula", fontsize=9)
         axes.set(
             xscale="log",
             yscale="log",
@@ -207,39 +180,16 @@ def _one_backward(axes: Axes, way: Sending) -> None:
     """Backward and waiting in one row, and the buckets in rows of their own."""
     axes.barh(0, way.backward, height=1.6, color=COLOURS["backward"], label="backward")
     axes.text(way.backward / 2, 0, "backward", ha="center", va="center", color="white", fontsize=9)
-    axes.barh(
-        0,
-        way.end - way.backward,
-        left=way.backward,
-        height=1.6,
-        color=COLOURS["idle"],
-        edgecolor=COLOURS["neutral"],
-        linewidth=0.6,
-        hatch="///",
-        label="waiting",
-    )
+    waits = {"edgecolor": COLOURS["neutral"], "linewidth": 0.6, "hatch": "///", "label": "waiting"}
+    axes.barh(0, way.end - way.backward, left=way.backward, height=1.6, color=COLOURS["idle"], **waits)
     axes.text(way.end, 0, f" waits {way.end - way.backward:.0f} ms", va="center", color=COLOURS["neutral"], fontsize=9)
     for row, (begin, end) in enumerate(way.sent):
-        axes.barh(
-            1.5 + 0.6 * row,
-            end - begin,
-            left=begin,
-            height=0.5,
-            color=COLOURS["communication"],
-            label=f"all-reduce of bucket {row}",
-        )
+        axes.barh(1.5 + 0.6 * row, end - begin, left=begin, height=0.5, color=SENT, label=f"all-reduce of bucket {row}")
         axes.text(end, 1.5 + 0.6 * row, f" {row}", va="center", color=COLOURS["neutral"], fontsize=7)
     axes.axvline(way.backward, color="black", linewidth=0.9, linestyle=":")
     # To the left of the last bar, where the others have not begun either.
-    axes.text(
-        0.005 * way.end,
-        1.5 + 0.6 * (len(way.sent) - 1),
-        "all-reduces, by bucket",
-        va="center",
-        color=COLOURS["communication"],
-        fontsize=9,
-        fontweight="bold",
-    )
+    place, look = 1.5 + 0.6 * (len(way.sent) - 1), {"color": SENT, "fontsize": 9, "fontweight": "bold"}
+    axes.text(0.005 * way.end, place, "all-reduces, by bucket", va="center", **look)
     axes.set(yticks=[], ylim=(1.4 + 0.6 * max(2, len(way.sent)), -1.2))
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)

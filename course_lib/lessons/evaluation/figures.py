@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from course_lib.figures.style import COLOURS, SERIES, canvas, end_label
+from course_lib.figures.style import COLOURS, SERIES, canvas, end_label, spread_out
 
 
 def metric_by_ranks(
@@ -36,10 +36,9 @@ def metric_by_ranks(
             axes.axhline(value, color=colour, linewidth=3, label=f"{name} (standard error {error:.2g})")
         for (name, values), colour in broken:
             axes.plot(ranks, values, "o-", color=colour, label=name)
-        shown = -room
-        for value, name, colour in ends:
-            shown = max(value, shown + room)  # labels of lines that end close together step aside
-            end_label(axes, ranks[-1] + 0.1, shown, name, colour)  # where the axes end
+        shown = spread_out([value for value, *_ in ends], room)  # labels of lines that end close together step aside
+        for height, (_, name, colour) in zip(shown, ends, strict=True):
+            end_label(axes, ranks[-1] + 0.1, height, name, colour)  # where the axes end
         axes.set(xlabel="ranks\n(band: one standard error to each side)", ylabel=metric, xticks=list(ranks))
         axes.set_xlim(ranks[0] - 0.2, ranks[-1] + 0.1)
         axes.set_ylim(0, 1.12 * max(value for value, *_ in ends))

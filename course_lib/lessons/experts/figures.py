@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from course_lib.figures.style import COLOURS, SERIES, canvas, end_label
+from course_lib.figures.style import COLOURS, SERIES, canvas, curve, end_label, spread_out
 
 LAST = 10
 """Steps at the end of a training; a title has their mean."""
@@ -46,26 +46,18 @@ def imbalance(curves: Mapping[str, Sequence[float]]) -> Figure:
     Args:
         curves: a number per step, by the name of the remedy; the first is without one.
     """
-    ends = {name: float(np.mean(curve[-LAST:])) for name, curve in curves.items()}
+    ends = {name: float(np.mean(values[-LAST:])) for name, values in curves.items()}
     first, best = next(iter(ends)), min(ends, key=ends.__getitem__)
     with canvas(
         f"In the last {LAST} steps the busiest expert has {ends[first]:.1f} times its share, "
         f"{ends[best]:.1f} with the {best}",
         height=3.2,
     ) as (figure, axes):
-        labels = _apart([curve[-1] for curve in curves.values()], 0.075 * max(map(max, curves.values())))
-        for (name, curve), at, colour in zip(curves.items(), labels, SERIES, strict=False):
-            axes.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=1.6, label=name)
-            end_label(axes, len(curve), at, name, colour)
+        labels = spread_out([values[-1] for values in curves.values()], 0.075 * max(map(max, curves.values())))
+        for (name, values), at, colour in zip(curves.items(), labels, SERIES, strict=False):
+            curve(axes, values, color=colour, linewidth=1.6, label=name)
+            end_label(axes, len(values), at, name, colour)
         axes.axhline(1, color=COLOURS["neutral"], linewidth=1, linestyle="--")
         axes.set(xlabel="step", ylabel="busiest expert, over a fair share\n(dashed line: even)")
         axes.set_ylim(bottom=0)
     return figure
-
-
-def _apart(heights: Sequence[float], gap: float) -> list[float]:
-    """The same heights in the same order, moved up where two would be closer than a gap."""
-    moved, below = list(heights), -np.inf
-    for place in sorted(range(len(heights)), key=heights.__getitem__):
-        below = moved[place] = max(heights[place], below + gap)
-    return moved

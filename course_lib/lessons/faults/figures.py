@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from course_lib.figures import numbers
-from course_lib.figures.style import COLOURS, canvas, label_beside
+from course_lib.figures.style import COLOURS, canvas, label_right
 from course_lib.hangs.watchdog import ReportedRank
 from course_lib.lessons.faults.lab import SCENARIOS, Trial
 
@@ -70,16 +70,8 @@ def _one_rank(axes: Axes, state: ReportedRank, is_guilty: bool) -> None:
     axes.plot(range(1, over + 1), [state.rank] * over, "o", color=colour)
     if over < last:
         axes.plot(last, state.rank, "o", markerfacecolor="white", markeredgecolor=colour, markersize=8)
-    label_beside(
-        axes,
-        (last, state.rank),
-        (10, 0),
-        f"{_last_call(state)}{mark}",
-        va="center",
-        fontsize=9,
-        color=colour,
-        annotation_clip=False,
-    )
+    said = f"{_last_call(state)}{mark}"
+    label_right(axes, last, state.rank, said, 10, fontsize=9, color=colour, annotation_clip=False)
 
 
 def _last_call(state: ReportedRank) -> str:
@@ -107,9 +99,8 @@ def who_spoke(trials: Mapping[str, Trial], world_size: int) -> Figure:
                 axes.text(rank, row, str(place), ha="center", va="center", fontweight="bold")
                 axes.plot(rank, row, linestyle="None", label=f"error {place}")  # unseen: for the figure's table
             if not trial.broken.reporters:
-                axes.text(
-                    world_size - 0.45, row, "no rank raised anything", va="center", fontsize=8, color=COLOURS["neutral"]
-                )
+                look = {"va": "center", "fontsize": 8, "color": COLOURS["neutral"]}
+                axes.text(world_size - 0.45, row, "no rank raised anything", **look)
         axes.set_yticks(range(len(trials)), list(trials))
         axes.set_xticks(range(world_size), [f"rank {rank}" for rank in range(world_size)])
         axes.xaxis.tick_top()

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from course_lib.figures import numbers
-from course_lib.figures.style import COLOURS, PREDICTED, canvas, label_beside
+from course_lib.figures.style import COLOURS, canvas, curve, label_beside, name_rows, stack
 from course_lib.lessons.fsdp.lab import WatchedSharding
 from course_lib.lessons.fsdp.overlap import Overlap, TraceEvent
 from course_lib.lessons.slow_link import Waits
@@ -39,16 +39,8 @@ def sawtooth(runs: Mapping[str, WatchedSharding], predicted: Mapping[str, float]
         panels[0].set_ylabel("MB of parameters on rank 0")
         _above(panels[0], predicted[next(iter(runs))] / MB, "predicted peak", "black")
         _above(panels[0], whole / MB, "the whole model", COLOURS["neutral"])
-        panels[0].text(
-            0.5,
-            steady / MB / 2,
-            "this rank's shards",
-            ha="center",
-            va="center",
-            color="white",
-            fontsize=8,
-            transform=panels[0].get_yaxis_transform(),
-        )
+        centred = {"ha": "center", "va": "center", "transform": panels[0].get_yaxis_transform()}
+        panels[0].text(0.5, steady / MB / 2, "this rank's shards", color="white", fontsize=8, **centred)
         figure.supxlabel("one step, gather by gather and free by free", fontsize=9)
     numbers.tell(
         figure,
@@ -89,16 +81,8 @@ def _teeth(axes: Axes, run: WatchedSharding) -> None:
     turn = [phase for phase, _ in run.trace].index("backward") + 0.5
     axes.axvline(turn, color=COLOURS["neutral"], linewidth=0.8)
     for middle, name in ((turn / 2, "forward"), ((turn + places[-1]) / 2, "backward")):
-        axes.text(
-            middle,
-            0.995,
-            name,
-            ha="center",
-            va="top",
-            fontsize=8,
-            color=COLOURS["neutral"],
-            transform=axes.get_xaxis_transform(),
-        )
+        look = {"fontsize": 8, "color": COLOURS["neutral"], "transform": axes.get_xaxis_transform()}
+        axes.text(middle, 0.995, name, ha="center", va="top", **look)
     axes.set_xlim(0, places[-1])
     axes.xaxis.set_major_locator(NullLocator())
 
@@ -115,16 +99,10 @@ def waiting(runs: Mapping[str, Waits]) -> Figure:
                 color=COLOURS["communication"],
                 label="waiting",
             )
-            axes.text(
-                1e3 * run.step, row, f" {len(run.spans)} waits", va="center", fontsize=9, color=COLOURS["communication"]
-            )
-        axes.set_yticks(range(len(runs)), list(runs))
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        axes.set(
-            xlabel="ms since the step began (orange: waiting for weights)",
-            xlim=(0, 1.13 * max(1e3 * run.step for run in runs.values())),
-        )
+            waits = f" {len(run.spans)} waits"
+            axes.text(1e3 * run.step, row, waits, va="center", fontsize=9, color=COLOURS["communication"])
+        name_rows(axes, runs, "ms since the step began (orange: waiting for weights)", grid=False)
+        axes.set_xlim(0, 1.13 * max(1e3 * run.step for run in runs.values()))
     return figure
 
 
@@ -144,31 +122,12 @@ def overlap(measured: Sequence[Overlap]) -> Figure:
             (True, "with prefetch", COLOURS["forward"]),
         ):
             for one in measured:
-                axes.plot(
-                    [one.rows] * len(one.steps[prefetch]),
-                    one.steps[prefetch],
-                    "o",
-                    color=colour,
-                    markersize=5,
-                    label=f"{name}, every try",
-                )
-            axes.plot(
-                rows,
-                [one.predicted[prefetch] for one in measured],
-                "--",
-                color=colour,
-                linewidth=1.3,
-                label=f"{name}, predicted",
-            )
-            label_beside(
-                axes,
-                (rows[-1], measured[-1].medians[prefetch]),
-                (9, -7 if prefetch else 7),
-                name,
-                color=colour,
-                va="center",
-                fontweight="bold",
-            )
+                dots = {"color": colour, "markersize": 5, "label": f"{name}, every try"}
+                axes.plot([one.rows] * len(one.steps[prefetch]), one.steps[prefetch], "o", **dots)
+            predicted = {one.rows: one.predicted[prefetch] for one in measured}
+            curve(axes, predicted, "--", color=colour, linewidth=1.3, label=f"{name}, predicted")
+            beside = rows[-1], measured[-1].medians[prefetch]
+            label_beside(axes, beside, (9, -7 if prefetch else 7), name, color=colour, va="center", fontweight="bold")
         axes.set_xscale("log", base=2)
         axes.set_xticks(rows, [f"{one.rows}\n{one.forward / one.gather:.2g}" for one in measured])
         axes.set(
@@ -210,13 +169,9 @@ def trace(events: Sequence[TraceEvent]) -> Figure:
                     label="outside of blocks" if event.block is None else f"block #{event.block}",
                 )
                 if event.block is not None and event.end - event.begin > 0.02 * events[-1].end:
-                    axes.text(
-                        (event.begin + event.end) / 2, row, str(event.block), ha="center", va="center", fontsize=8
-                    )
-        axes.set_yticks(range(len(lanes)), list(lanes))
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        axes.set(xlabel="ms since the forward began, as rank 0's processor called them")
+                    middle = (event.begin + event.end) / 2
+                    axes.text(middle, row, str(event.block), ha="center", va="center", fontsize=8)
+        name_rows(axes, lanes, "ms since the forward began, as rank 0's processor called them", grid=False)
     return figure
 
 
@@ -237,40 +192,19 @@ def stays_and_passes(ranks: Sequence[int], stays: Sequence[float], passes: float
     with canvas(title, height=2.8) as (figure, axes):
         places = range(len(ranks))
         gigabytes = [size / 1e9 for size in stays]
-        axes.bar(
-            places, gigabytes, width=0.55, edgecolor=COLOURS["optimizer states"], **PREDICTED, label="model states"
-        )
-        axes.bar(
-            places,
-            passes / 1e9,
-            width=0.55,
-            bottom=gigabytes,
-            edgecolor=COLOURS["parameters"],
-            **PREDICTED,
-            label="whole weights in flight",
-        )
-        for place, size in zip(places, gigabytes, strict=True):
-            axes.text(place, size + passes / 1e9, f"{size + passes / 1e9:.2f}", ha="center", va="bottom")
+        colours = {"model states": COLOURS["optimizer states"], "whole weights in flight": COLOURS["parameters"]}
+        for place, size in enumerate(gigabytes):
+            parts = {"model states": size, "whole weights in flight": passes / 1e9}
+            top = stack(axes, place, parts, colours, size=0.55, predicted=True)
+            axes.text(place, top, f"{top:.2f}", ha="center", va="bottom")
         axes.set_xticks(places, [str(n) for n in ranks])
         axes.set(xlabel="GPUs", ylabel="GB per GPU, by the formula", ylim=(0, 1.18 * (gigabytes[0] + passes / 1e9)))
         last = len(ranks) - 0.65
-        axes.text(
-            last,
-            passes / 2e9 + gigabytes[-1],
-            " whole weights\n in flight",
-            va="center",
-            color=COLOURS["parameters"],
-            fontweight="bold",
-            fontsize=9,
-        )
-        axes.text(
-            0.33,
-            0.8 * gigabytes[0],
-            "model states",
-            va="center",
-            color=COLOURS["optimizer states"],
-            fontweight="bold",
-            fontsize=9,
-        )
+        for x, y, name in (
+            (last, passes / 2e9 + gigabytes[-1], " whole weights\n in flight"),
+            (0.33, 0.8 * gigabytes[0], "model states"),
+        ):
+            colour = colours[" ".join(name.split())]
+            axes.text(x, y, name, va="center", color=colour, fontweight="bold", fontsize=9)
         axes.set_xlim(-0.5, len(ranks) + 0.5)
     return figure

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from course_lib.figures.style import COLOURS, canvas, end_label, label_beside
+from course_lib.figures.style import COLOURS, canvas, curve, end_label, label_beside, name_rows
 
 
 def curves(losses: Mapping[str, Sequence[float]], norms: Mapping[str, Sequence[float]]) -> Figure:
@@ -26,16 +26,8 @@ def curves(losses: Mapping[str, Sequence[float]], norms: Mapping[str, Sequence[f
             for run, values, colour, style in zip(
                 by_run, by_run.values(), (COLOURS["right"], COLOURS["wrong"]), ("-", "--"), strict=True
             ):
-                steps = range(1, len(values) + 1)
-                axes.plot(
-                    steps,
-                    values,
-                    style,
-                    color=colour,
-                    linewidth=4 if style == "-" else 1.8,
-                    alpha=0.5 if style == "-" else 1,
-                    label=run,
-                )
+                look = {"linewidth": 4, "alpha": 0.5} if style == "-" else {"linewidth": 1.8, "alpha": 1}
+                curve(axes, values, style, color=colour, label=run, **look)
                 if by_run is norms:
                     end_label(axes, len(values), values[-1], run, colour)
             axes.set_xlabel("step")
@@ -61,9 +53,7 @@ def by_setting(apart: Mapping[str, float], seen: float) -> Figure:
             label_beside(axes, (value, row), (9 * side, 0), f"{value:.1g}", va="center", ha=ha, color=colour)
         axes.axvline(seen, color="black", linestyle="--", linewidth=1.2, label="what a curve shows")
         axes.set_xscale("log")
-        axes.set_yticks(range(len(apart)), list(apart))
-        axes.invert_yaxis()
-        axes.margins(x=0.2, y=0.15)
-        axes.grid(axis="x")
-        axes.set_xlabel("largest difference of the losses, nats\n(broken line: what a curve shows)")
+        name_rows(axes, apart, "largest difference of the losses, nats\n(broken line: what a curve shows)", room=0.2)
+        axes.grid(axis="y")
+        axes.margins(y=0.15)
     return figure

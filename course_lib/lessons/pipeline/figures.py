@@ -6,7 +6,7 @@ from statistics import median
 
 from matplotlib.figure import Figure
 
-from course_lib.figures.style import COLOURS, SERIES, canvas, end_label, label_beside
+from course_lib.figures.style import COLOURS, SERIES, canvas, dots, end_label, label_beside, upright_grid
 from course_lib.figures.timelines import Panel, Rows, draw
 from course_lib.parallel.pipeline.fitted.search import ScheduleCandidate
 from course_lib.parallel.pipeline.simulation import Timeline
@@ -62,21 +62,13 @@ def every_try(predicted: Mapping[str, float], measured: Mapping[str, Sequence[fl
         for row, (name, shares) in enumerate(measured.items()):
             percent = [100 * share for share in shares]
             axes.plot([min(percent), max(percent)], [row, row], color=SERIES[0], linewidth=1)
-            axes.plot(percent, [row] * len(percent), "o", color=SERIES[0], alpha=0.6, markersize=5, label="a try")
+            dots(axes, percent, row, "a try", color=SERIES[0], alpha=0.6, markersize=5)
             axes.plot(median(percent), row, "|", color="black", markersize=14, markeredgewidth=2, label="median")
-            axes.plot(
-                100 * predicted[name],
-                row,
-                "D",
-                markerfacecolor="none",
-                markeredgecolor=COLOURS["neutral"],
-                markersize=9,
-                label="predicted",
-            )
+            empty = {"markerfacecolor": "none", "markeredgecolor": COLOURS["neutral"], "markersize": 9}
+            axes.plot(100 * predicted[name], row, "D", label="predicted", **empty)
         axes.set_yticks(range(len(measured)), list(measured), fontsize=9)
         axes.set(xlabel="idle (% of all ranks' time)", xlim=(0, None), ylim=(len(measured) - 0.5, -0.5))
-        axes.grid(axis="y", visible=False)
-        axes.grid(axis="x")
+        upright_grid(axes)
         first = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")][:3]
         figure.legend(handles=first, loc="outside lower center", ncols=3, fontsize=9)
     return figure

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from course_lib.figures.style import COLOURS, PREDICTED, canvas, label_beside
+from course_lib.figures.style import COLOURS, canvas, hollow, label_right, name_rows
 from course_lib.lessons.pipeline.explorer import Explorer
 from course_lib.lessons.planning.diagrams import KIND_COLOURS
 from course_lib.planning import strategy
@@ -88,58 +88,28 @@ def _place(axes: Axes, x: int, y: int, place: Place) -> None:
     )
     dark = family in ("FSDP", "ZeRO-3")
     text = " =\n".join([family, *others])
-    axes.text(
-        x,
-        y,
-        text,
-        ha="center",
-        va="center",
-        fontsize=8 if len(others) < 2 else 7,
-        color="white" if dark else "black",
-        fontweight="bold",
-    )
+    look = {"fontsize": 8 if len(others) < 2 else 7, "color": "white" if dark else "black", "fontweight": "bold"}
+    axes.text(x, y, text, ha="center", va="center", **look)
 
 
-def memory(
-    predicted: Mapping[str, float], measured: Mapping[str, float], title: str, name: str = "simulated"
-) -> Figure:
-    """Memory of one rank by kind: the formula hollow, what was found solid.
+def memory(predicted: Mapping[str, float], simulated: Mapping[str, float], title: str) -> Figure:
+    """Memory of one rank by kind: the formula hollow, what was simulated solid.
 
     Args:
         predicted: bytes by kind, by formula.
-        measured: bytes by the same kinds, simulated or measured.
+        simulated: bytes by the same kinds.
         title: the finding.
-        name: what the solid bars are.
     """
     with canvas(title, height=0.55 * len(predicted) + 1.2) as (figure, axes):
         for place, kind in enumerate(predicted):
             colour = KIND_COLOURS.get(kind, COLOURS["neutral"])
-            axes.barh(
-                place - 0.19, predicted[kind] / 2**30, height=0.36, **PREDICTED, edgecolor=colour, label="predicted"
-            )
-            axes.barh(place + 0.19, measured[kind] / 2**30, height=0.36, color=colour, label=name)
-            label_beside(
-                axes,
-                (measured[kind] / 2**30, place + 0.19),
-                (4, 0),
-                f"{measured[kind] / 2**30:.2f}",
-                va="center",
-                fontsize=9,
-            )
-        axes.set_yticks(range(len(predicted)), list(predicted))
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        axes.grid(axis="x", visible=True)
-        axes.set_xlabel("GiB on one rank")
-        axes.annotate(
-            f"hollow: formula\nsolid: {name}",
-            (0.99, 0.04),
-            xycoords="axes fraction",
-            ha="right",
-            va="bottom",
-            fontsize=9,
-            color=COLOURS["neutral"],
-        )
+            axes.barh(place - 0.19, predicted[kind] / 2**30, height=0.36, **hollow(colour))
+            size = simulated[kind] / 2**30
+            axes.barh(place + 0.19, size, height=0.36, color=colour, label="simulated")
+            label_right(axes, size, place + 0.19, f"{size:.2f}", 4, fontsize=9)
+        name_rows(axes, predicted, "GiB on one rank")
+        look = {"xycoords": "axes fraction", "fontsize": 9, "color": COLOURS["neutral"]}
+        axes.annotate("hollow: formula\nsolid: simulated", (0.99, 0.04), ha="right", va="bottom", **look)
     return figure
 
 
@@ -156,39 +126,17 @@ def rank(held: Memory, chip: Accelerator, title: str) -> Figure:
     with canvas(title, height=3.0) as (figure, axes):
         left, room = 0.0, 1.42 * max(total, whole)
         for row, (kind, size) in enumerate(kinds.items()):
-            axes.barh(
-                row,
-                size / gib,
-                left=left,
-                height=0.72,
-                **PREDICTED,
-                edgecolor=KIND_COLOURS.get(kind, COLOURS["neutral"]),
-                label=kind,
-            )
+            colour = KIND_COLOURS.get(kind, COLOURS["neutral"])
+            axes.barh(row, size / gib, left=left, height=0.72, **hollow(colour, kind))
             left += size / gib
-            axes.text(
-                left + 0.008 * room,
-                row,
-                f"{kind} {size / gib:.1f}",
-                va="center",
-                fontsize=9,
-                zorder=4,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
-            )
+            ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+            said = f"{kind} {size / gib:.1f}"
+            axes.text(left + 0.008 * room, row, said, va="center", fontsize=9, zorder=4, bbox=ground)
         for limit, style, name in ((usable, "--", "usable"), (whole, "-", chip.name)):
             axes.axvline(limit, color=COLOURS["wrong"], linewidth=1.6, linestyle=style, zorder=3, label=name)
-        axes.text(
-            usable - 0.008 * room,
-            -0.85,
-            f"usable {usable:.1f}",
-            ha="right",
-            va="center",
-            fontsize=9,
-            color=COLOURS["wrong"],
-        )
-        axes.text(
-            whole + 0.008 * room, -0.85, f"{chip.name} {whole:.1f}", va="center", fontsize=9, color=COLOURS["wrong"]
-        )
+        look = {"va": "center", "fontsize": 9, "color": COLOURS["wrong"]}
+        axes.text(usable - 0.008 * room, -0.85, f"usable {usable:.1f}", ha="right", **look)
+        axes.text(whole + 0.008 * room, -0.85, f"{chip.name} {whole:.1f}", **look)
         axes.set(yticks=[], xlabel="GiB on one rank, by formula", xlim=(0, room), ylim=(len(kinds) - 0.5, -1.3))
         axes.grid(visible=False)
     return figure

@@ -8,7 +8,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from course_lib.figures import numbers
-from course_lib.figures.style import COLOURS, SERIES, canvas, label_beside
+from course_lib.figures.style import (
+    COLOURS,
+    SERIES,
+    canvas,
+    curve,
+    end_label,
+    label_beside,
+    label_right,
+    name_rows,
+    spread_out,
+    upright_grid,
+)
 from course_lib.metering.intervals import united
 from course_lib.metering.roofline import Operator, Peaks
 
@@ -86,23 +97,10 @@ def _callouts(axes: Axes, operators: Mapping[str, Operator], labels: Sequence[st
         row = operators[label]
         rate = row.rate / 1e9
         height = max(rate, step * height) if side == "left" else min(rate, step * height)
-        axes.annotate(
-            label,
-            (row.intensity, rate),
-            xytext=(place, height),
-            ha=side,
-            va="center",
-            fontsize=9,
-            color=_colour(row),
-            fontweight="bold",
-            arrowprops={
-                "arrowstyle": "-",
-                "color": _colour(row),
-                "linewidth": 0.7,
-                "shrinkB": 4,
-                "relpos": (0 if side == "left" else 1, 0.5),
-            },
-        )
+        colour, relpos = _colour(row), (0 if side == "left" else 1, 0.5)
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkB": 4, "relpos": relpos}
+        look = {"fontsize": 9, "color": colour, "fontweight": "bold", "arrowprops": line}
+        axes.annotate(label, (row.intensity, rate), xytext=(place, height), ha=side, va="center", **look)
 
 
 def shares(by_kind: Mapping[str, Mapping[str, float]], title: str) -> Figure:
@@ -118,19 +116,12 @@ def shares(by_kind: Mapping[str, Mapping[str, float]], title: str) -> Figure:
             for kind, share in parts.items():
                 axes.barh(row, 100 * share, left=100 * left, height=0.62, color=KINDS[kind], label=kind)
                 if share > 0.06:
-                    dark = kind in ("matmul", "optimizer")
-                    axes.annotate(
-                        f"{kind}\n{share:.0%}",
-                        (100 * (left + share / 2), row),
-                        ha="center",
-                        va="center",
-                        fontsize=7 if share < 0.08 else 8,
-                        color="white" if dark else "black",
-                    )
+                    ink = "white" if kind in ("matmul", "optimizer") else "black"
+                    look = {"fontsize": 7 if share < 0.08 else 8, "color": ink}
+                    middle = 100 * (left + share / 2), row
+                    axes.annotate(f"{kind}\n{share:.0%}", middle, ha="center", va="center", **look)
                 left += share
-        axes.set_yticks(range(len(by_kind)), list(by_kind))
-        axes.invert_yaxis()
-        axes.grid(visible=False)
+        name_rows(axes, by_kind, grid=False)
         small = {kind for parts in by_kind.values() for kind, share in parts.items() if 0.005 < share <= 0.06}
         key = "\n(grey: move, which only copies)" if "move" in small else ""
         axes.set(xlim=(0, 100), xlabel=f"share of one training step, %{key}")
@@ -150,30 +141,18 @@ def ladder(seconds: Mapping[str, Sequence[float]], held: Mapping[str, int | None
     ) as (figure, (left, right)):
         for row, (way, tries) in enumerate(seconds.items()):
             left.barh(row, 1000 * min(tries), height=0.6, color=COLOURS["backward"], alpha=0.85, label="fastest")
-            left.plot(
-                [1000 * value for value in tries],
-                [row] * len(tries),
-                "|",
-                color="black",
-                markersize=7,
-                markeredgewidth=1,
-                label="every try",
-            )
-            left.annotate(
-                f"{1000 * min(tries):.0f}", (3, row), va="center", color="white", fontsize=9, fontweight="bold"
-            )
+            strokes = {"color": "black", "markersize": 7, "markeredgewidth": 1, "label": "every try"}
+            left.plot([1000 * value for value in tries], [row] * len(tries), "|", **strokes)
+            look = {"color": "white", "fontsize": 9, "fontweight": "bold"}
+            left.annotate(f"{1000 * min(tries):.0f}", (3, row), va="center", **look)
             if (size := held[way]) is not None:
                 right.barh(row, size / 2**20, height=0.6, color=COLOURS["activations"], label="held")
-                label_beside(right, (size / 2**20, row), (4, 0), f"{size / 2**20:.0f}", va="center", fontsize=9)
+                label_right(right, size / 2**20, row, f"{size / 2**20:.0f}", 4, fontsize=9)
             else:
-                label_beside(right, (0, row), (4, 0), "not counted", va="center", fontsize=9, color=COLOURS["neutral"])
-        left.set_yticks(range(len(seconds)), list(seconds))
-        left.invert_yaxis()
-        left.set_xlabel("ms per step: the fastest; a stroke for each try")
+                label_right(right, 0, row, "not counted", 4, fontsize=9, color=COLOURS["neutral"])
+        name_rows(left, seconds, "ms per step: the fastest; a stroke for each try")
+        upright_grid(right)
         right.set_xlabel("most that the step held, MiB")
-        for axes in (left, right):
-            axes.grid(axis="y", visible=False)
-            axes.grid(axis="x")
         right.margins(x=0.15)
     return figure
 
@@ -188,7 +167,7 @@ def by_tokens(panels: Mapping[str, Mapping[str, Mapping[int, float]]], title: st
     with canvas(title, width=9, height=3.3, ncols=len(panels)) as (figure, axes_):
         for axes, (measure, ways) in zip(axes_, panels.items(), strict=True):
             for colour, (way, points) in zip(SERIES, ways.items(), strict=False):
-                axes.plot(list(points), list(points.values()), marker="o", markersize=4, color=colour, label=way)
+                curve(axes, points, marker="o", markersize=4, color=colour, label=way)
             tokens = sorted({at for points in ways.values() for at in points})
             axes.set(xscale="log", yscale="log", xlabel="tokens in a row", ylabel=measure)
             axes.set_xticks(tokens, [str(at) for at in tokens])
@@ -209,7 +188,7 @@ def eight_bits(
     """
     with canvas(title, width=9.5, height=3.5, ncols=2) as (figure, (left, right)):
         for colour, (way, points) in zip(SERIES, errors.items(), strict=False):
-            left.plot(list(points), list(points.values()), marker="o", markersize=3, color=colour, label=way)
+            curve(left, points, marker="o", markersize=3, color=colour, label=way)
         left.set(
             xscale="log",
             yscale="log",
@@ -233,23 +212,10 @@ def eight_bits(
 
 def _label_ends(axes: Axes, ends: Mapping[str, float], x: float) -> None:
     """Name lines at their right ends, at least a line of text apart."""
-    transform = axes.transData.transform
-    below = -np.inf
-    for way in sorted(ends, key=lambda way: ends[way]):
-        height = max(transform((x, ends[way]))[1], below + 15)
-        below = height
-        colour = SERIES[list(ends).index(way)]
-        label_beside(
-            axes,
-            (x, axes.transData.inverted().transform((0, height))[1]),
-            (6, 0),
-            way,
-            va="center",
-            color=colour,
-            fontweight="bold",
-            fontsize=9,
-            annotation_clip=False,
-        )
+    to_pixels, back = axes.transData.transform, axes.transData.inverted().transform
+    heights = spread_out([to_pixels((x, end))[1] for end in ends.values()], 15)
+    for way, height, colour in zip(ends, heights, SERIES, strict=False):
+        end_label(axes, x, back((0, height))[1], way, colour, fontsize=9)
 
 
 OPERATOR = "an operator"
@@ -296,14 +262,9 @@ def lanes(events: Sequence[Mapping[str, Any]], title: str) -> Figure:
                     )
                 for e in inside:
                     if cat == "phase" and e["dur"] > 0.06 * (end - begin):
-                        axes.annotate(
-                            e["name"],
-                            ((e["ts"] - begin + e["dur"] / 2) / 1e3, 4 * rank + 0.45),
-                            ha="center",
-                            va="center",
-                            fontsize=8,
-                            color="white" if e["name"] != "forward" else "black",
-                        )
+                        middle = (e["ts"] - begin + e["dur"] / 2) / 1e3, 4 * rank + 0.45
+                        ink = "white" if e["name"] != "forward" else "black"
+                        axes.annotate(e["name"], middle, ha="center", va="center", fontsize=8, color=ink)
         axes.set_yticks(
             [4 * rank + lane + 0.45 for rank in ranks for lane in lanes_.values()],
             [f"{name}, rank {rank}" for rank in ranks for name in ("phases", "operators", "collectives")],

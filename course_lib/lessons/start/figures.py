@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from course_lib.figures import numbers
-from course_lib.figures.style import COLOURS, PREDICTED, canvas, label_beside
+from course_lib.figures.style import COLOURS, canvas, hollow, label_above
 
 STATES: dict[str, dict[str, Any]] = {
     "ok": {"color": COLOURS["right"], "marker": "o"},
@@ -53,9 +53,8 @@ def capabilities(findings: Mapping[str, tuple[str, str, str]]) -> Figure:
             for name in names[state]:
                 height = remarks[name].count("\n") + 1.9
                 axes.axhline(top, color="#e3e3e3", linewidth=0.8)
-                axes.text(
-                    0, top + height / 2, state, va="center", fontsize=9, fontweight="bold", color=STATES[state]["color"]
-                )
+                look = {"fontsize": 9, "fontweight": "bold", "color": STATES[state]["color"]}
+                axes.text(0, top + height / 2, state, va="center", **look)
                 _item(axes, 0.8, top + height / 2, name, state)
                 axes.text(2.35, top + height / 2, remarks[name], va="center", fontsize=7.5, linespacing=1.25)
                 top += height
@@ -126,14 +125,13 @@ def _pair(
 ) -> None:
     """A hollow bar for a prediction, a solid one for the median of the measurements, and a dot for each of them."""
     apart = 0.0 if predicted is None else 0.2
-    bars: list[tuple[float, float, float, str, dict[str, Any]]] = [
-        (place + apart, median(measured), max(measured), "measured", {"color": colour})
-    ]
+    solid = {"color": colour, "label": "measured"}
+    bars: list[tuple[float, float, float, dict[str, Any]]] = [(place + apart, median(measured), max(measured), solid)]
     if predicted is not None:
-        bars.append((place - apart, predicted, predicted, "predicted", {**PREDICTED, "edgecolor": colour}))
-    for x, height, top, name, look in bars:
-        axes.bar(x, height, 0.36, label=name, **look)
-        label_beside(axes, (x, top), (0, 5), f"{name}\n{number.format(height)}", ha="center", fontsize=8.5)
+        bars.append((place - apart, predicted, predicted, hollow(colour)))
+    for x, height, top, look in bars:
+        axes.bar(x, height, 0.36, **look)
+        label_above(axes, x, top, f"{look['label']}\n{number.format(height)}", 5, fontsize=8.5)
     if len(measured) > 1:
         axes.plot(
             [place + apart] * len(measured), measured, "o", color="black", markersize=3, alpha=0.7, label="every try"

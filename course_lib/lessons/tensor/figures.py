@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from course_lib.figures import numbers
-from course_lib.figures.style import COLOURS, PREDICTED, canvas, label_beside
+from course_lib.figures.style import COLOURS, PREDICTED, canvas, label_right, name_rows, stack, upright_grid
 from course_lib.parallel.topology import AXES, RankGrid
 
 AXIS_COLOURS = {"dp": COLOURS["gradients"], "pp": COLOURS["activations"], "tp": COLOURS["communication"]}
@@ -42,17 +42,13 @@ def sent_and_held(sent: Mapping[str, int], held: Mapping[str, int], predicted: M
                 (right, held[name] / MB, COLOURS["activations"]),
             ):
                 axes.barh(row, value, height=0.55, color=colour, label="measured")
-                label_beside(axes, (value, row), (5, 0), f"{value:.3g}", va="center")
+                label_right(axes, value, row, f"{value:.3g}")
             if name in predicted:
                 right.barh(row, predicted[name] / MB, height=0.74, **OUTLINE, label="predicted")
-        left.set_yticks(range(len(held)), list(held))
-        left.invert_yaxis()
-        left.set_xlabel("kB sent by a rank in a step")
+        name_rows(left, held, "kB sent by a rank in a step", room=0.18)
         right.set_xlabel("MB of activations at the peak\n(broken line: predicted)")
-        for axes in (left, right):
-            axes.margins(x=0.18)
-            axes.grid(axis="y", visible=False)
-            axes.grid(axis="x")
+        upright_grid(right)
+        right.margins(x=0.18)
     return figure
 
 
@@ -78,13 +74,8 @@ def bytes_by_axis(grid: RankGrid, sent: Mapping[str, int], predicted: Mapping[st
             value = sent[axis] / KB
             right.barh(row, value, height=0.5, color=AXIS_COLOURS[axis], label="measured")
             right.barh(row, predicted[axis] / KB, height=0.7, **OUTLINE, label="predicted")
-            label_beside(right, (value, row), (6, 0), f"{value:.0f}", va="center")
-        right.set_yticks(range(len(AXES)), AXES, fontweight="bold")
-        right.invert_yaxis()
-        right.margins(x=0.17)
-        right.grid(axis="y", visible=False)
-        right.grid(axis="x")
-        right.set_xlabel("kB sent by rank 0 in a step\n(broken line: predicted)")
+            label_right(right, value, row, f"{value:.0f}", 6)
+        name_rows(right, AXES, "kB sent by rank 0 in a step\n(broken line: predicted)", room=0.17, fontweight="bold")
     links = {axis: [f"{a}–{b}" for line in grid.lines(axis) for a, b in pairwise(line)] for axis in AXES}
     numbers.tell(
         figure,
@@ -110,20 +101,9 @@ def _links(axes: Axes, grid: RankGrid, sent: Mapping[str, int]) -> None:
                 (x, y), (to_x, to_y) = places[here], places[there]
                 bend = 0.18 if grid.coordinates(here).tp else -0.18
                 arc = f"arc3,rad={bend}" if axis == "dp" else "arc3"
-                axes.annotate(
-                    "",
-                    (to_x, to_y),
-                    (x, y),
-                    arrowprops={
-                        "arrowstyle": "-",
-                        "color": AXIS_COLOURS[axis],
-                        "linewidth": width[axis],
-                        "connectionstyle": arc,
-                        "shrinkA": 0,
-                        "shrinkB": 0,
-                    },
-                    zorder=1,
-                )
+                look = {"color": AXIS_COLOURS[axis], "linewidth": width[axis], "shrinkA": 0, "shrinkB": 0}
+                link = look | {"arrowstyle": "-", "connectionstyle": arc}
+                axes.annotate("", (to_x, to_y), (x, y), arrowprops=link, zorder=1)
     for rank, (x, y) in places.items():
         axes.scatter(x, y, s=330, color="white", edgecolor="black", linewidth=1.2, zorder=3)
         axes.text(x, y, str(rank), ha="center", va="center", zorder=4, fontweight="bold")
@@ -152,27 +132,13 @@ def orders(steps: Mapping[str, Mapping[str, float]], half: Mapping[str, Mapping[
         height=3.9,
     ) as (figure, axes):
         for row, parts in enumerate(rows.values()):
-            left = 0.0
-            for part, colour in PARTS.items():
-                axes.barh(
-                    row,
-                    parts[part],
-                    left=left,
-                    height=0.66,
-                    facecolor=colour,
-                    edgecolor="white",
-                    linewidth=0.5,
-                    label=part,
-                )
-                left += parts[part]
-            label_beside(axes, (left, row), (5, 0), f"{left:.1f} s", va="center")
+            parts = {part: parts[part] for part in PARTS}
+            end = stack(axes, row, parts, PARTS, size=0.66, lies=True, edgecolor="white", linewidth=0.5)
+            label_right(axes, end, row, f"{end:.1f} s")
         _name_parts(axes, rows.values())
         axes.axhline(len(steps) - 0.5, color="black", linewidth=0.8, linestyle=":")
-        axes.set_yticks(range(len(rows)), list(rows), fontsize=9)
-        axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel="computed seconds of a step, nothing hidden behind computation")
-        axes.margins(x=0.13)
-        axes.grid(axis="y", visible=False)
-        axes.grid(axis="x")
+        name_rows(axes, rows, "computed seconds of a step, nothing hidden behind computation", room=0.13, fontsize=9)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
     return figure
 
 
@@ -185,14 +151,5 @@ def _name_parts(axes: Axes, rows: Collection[Mapping[str, float]]) -> None:
     if hidden:
         handles.append(Patch(alpha=0))
         names.append(f"{', '.join(hidden)}: too short to be seen")
-    axes.legend(
-        handles,
-        names,
-        ncols=len(names),
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        borderaxespad=0.2,
-        handlelength=1.0,
-        columnspacing=1.4,
-        fontsize=9,
-    )
+    spaces = {"borderaxespad": 0.2, "handlelength": 1.0, "columnspacing": 1.4}
+    axes.legend(handles, names, ncols=len(names), loc="lower left", bbox_to_anchor=(0, 1), fontsize=9, **spaces)

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from course_lib.figures.style import COLOURS, SERIES, canvas, end_label, label_beside
+from course_lib.figures.style import COLOURS, SERIES, canvas, end_label, label_right
 
 
 def compare_seeds(losses: pd.DataFrame, constant: float, name: str) -> Figure:
@@ -26,11 +26,10 @@ def compare_seeds(losses: pd.DataFrame, constant: float, name: str) -> Figure:
     with canvas(title, width=6.6, height=3.2) as (figure, axes):
         axes.axhline(constant, color=COLOURS["wrong"], linestyle="--", linewidth=1.4, label="a constant")
         for place, (setting, colour) in enumerate(zip(losses, SERIES, strict=False)):
-            axes.plot(
-                [place] * len(losses), losses[setting], "o", color=colour, alpha=0.7, markersize=7, label="every seed"
-            )
+            points = {"color": colour, "alpha": 0.7, "markersize": 7, "label": "every seed"}
+            axes.plot([place] * len(losses), losses[setting], "o", **points)
             axes.plot([place - 0.18, place + 0.18], [means[setting]] * 2, color=colour, label="mean")
-            label_beside(axes, (place + 0.18, means[setting]), (5, 0), f"mean {means[setting]:.3f}", va="center")
+            label_right(axes, place + 0.18, means[setting], f"mean {means[setting]:.3f}")
         end_label(axes, len(means) - 0.4, constant, "a constant", COLOURS["wrong"])
         axes.set_xticks(range(len(means)), [f"{name} {setting:g}" for setting in losses])
         axes.set(xlim=(-0.5, len(means) - 0.4), ylabel="test loss (nats)")
@@ -46,14 +45,8 @@ def confusion(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> Figure:
     with canvas(title, width=4.8, height=3.4) as (figure, axes):
         axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
         for (row, column), count in np.ndenumerate(matrix):
-            axes.text(
-                column,
-                row,
-                str(count),
-                ha="center",
-                va="center",
-                color="white" if shares[row, column] > 0.5 else "black",
-            )
+            ink = "white" if shares[row, column] > 0.5 else "black"
+            axes.text(column, row, str(count), ha="center", va="center", color=ink)
         axes.set_xticks(range(len(labels)), labels)
         axes.set_yticks(range(len(labels)), labels)
         axes.set(xlabel="predicted", ylabel="actual")

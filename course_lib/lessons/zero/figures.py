@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from course_lib.figures.style import COLOURS, PREDICTED, canvas, label_beside
+from course_lib.figures.style import COLOURS, canvas, hollow, label_above, label_beside, label_right, name_rows, stack
 
 Bill = Mapping[tuple[int, int], Mapping[str, float]]
 KINDS = ("parameters", "gradients", "optimizer states")
@@ -27,10 +26,12 @@ def memory(measured: Bill, predicted: Bill, elements: int) -> Figure:
     ) as (figure, axes):
         for stage, panel in zip(stages, axes, strict=True):
             for place, ranks in enumerate(sizes):
-                _stack(panel, place - 0.2, predicted[stage, ranks], elements, solid=False)
-                _stack(panel, place + 0.2, measured[stage, ranks], elements, solid=True)
-                total = sum(measured[stage, ranks].values()) / elements
-                label_beside(panel, (place, total), (0, 3), f"{total:.3g}", ha="center", fontsize=9)
+                foreseen, found = (
+                    {kind: of[stage, ranks][kind] / elements for kind in KINDS} for of in (predicted, measured)
+                )
+                stack(panel, place - 0.2, foreseen, COLOURS, size=0.36, predicted=True)
+                total = stack(panel, place + 0.2, found, COLOURS, size=0.36)
+                label_above(panel, place, total, f"{total:.3g}", fontsize=9)
             panel.set_title("plain" if stage == 0 else f"stage {stage}", fontsize=10)
             panel.set_xticks(range(len(sizes)), [str(n) for n in sizes])
             panel.set_xlabel("ranks N", loc="left")
@@ -38,26 +39,10 @@ def memory(measured: Bill, predicted: Bill, elements: int) -> Figure:
         axes[0].set_ylim(0, 19)
         for height, kind in zip((2, 6, 12), KINDS, strict=True):
             axes[-1].annotate(kind, (len(sizes) - 0.4, height), va="center", color=COLOURS[kind], fontweight="bold")
-        axes[-1].annotate(
-            "hatched: formula\nsolid: measured",
-            (len(sizes) - 0.4, 15),
-            va="center",
-            fontsize=9,
-            color=COLOURS["neutral"],
-        )
+        look = {"va": "center", "fontsize": 9, "color": COLOURS["neutral"]}
+        axes[-1].annotate("hatched: formula\nsolid: measured", (len(sizes) - 0.4, 15), **look)
         axes[-1].set_xlim(-0.6, len(sizes) + 2.2)
     return figure
-
-
-def _stack(axes: Axes, place: float, kinds: Mapping[str, float], elements: int, *, solid: bool) -> float:
-    """Kinds on top of each other; the height of all is returned."""
-    bottom = 0.0
-    for kind in KINDS:
-        height = kinds[kind] / elements
-        look = {"color": COLOURS[kind]} if solid else PREDICTED | {"edgecolor": COLOURS[kind]}
-        axes.bar(place, height, width=0.36, bottom=bottom, label=kind, **look)
-        bottom += height
-    return bottom
 
 
 def volume(measured: Mapping[str, float], predicted: Mapping[str, float], title: str) -> Figure:
@@ -71,29 +56,14 @@ def volume(measured: Mapping[str, float], predicted: Mapping[str, float], title:
     names = list(measured)
     with canvas(title, height=1.1 + 0.45 * len(names)) as (figure, axes):
         for place, name in enumerate(names):
-            axes.barh(
-                place + 0.2,
-                predicted[name],
-                height=0.36,
-                **PREDICTED,
-                edgecolor=COLOURS["communication"],
-                label="predicted",
-            )
+            axes.barh(place + 0.2, predicted[name], height=0.36, **hollow(COLOURS["communication"]))
             axes.barh(place - 0.2, measured[name], height=0.36, color=COLOURS["communication"], label="measured")
-            label_beside(axes, (measured[name], place - 0.2), (4, 0), f"{measured[name]:.2f}", va="center", fontsize=9)
-        axes.set_yticks(range(len(names)), names)
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        axes.set(xlabel="elements sent by a rank in a step, in units of Ψ (N − 1)/N", xlim=(0, 4.4))
+            label_right(axes, measured[name], place - 0.2, f"{measured[name]:.2f}", 4, fontsize=9)
+        name_rows(axes, names, "elements sent by a rank in a step, in units of Ψ (N − 1)/N", grid=False)
+        axes.set_xlim(0, 4.4)
         shortest = min(range(len(names)), key=lambda place: max(measured[names[place]], predicted[names[place]]))
-        axes.annotate(
-            "hatched: formula\nsolid: measured",
-            (4.35, shortest),
-            ha="right",
-            va="center",
-            fontsize=9,
-            color=COLOURS["neutral"],
-        )
+        look = {"ha": "right", "va": "center", "fontsize": 9, "color": COLOURS["neutral"]}
+        axes.annotate("hatched: formula\nsolid: measured", (4.35, shortest), **look)
     return figure
 
 
@@ -113,15 +83,11 @@ def large(
     where = "plain data parallel" if first == 0 else f"stage {first}"
     with canvas(f"{name}: the model states fit from {where} on", height=3.2) as (figure, axes):
         for place, stage in enumerate(stages):
-            total = _stack(axes, place, formula[stage], 1, solid=False)
-            label_beside(axes, (place, total), (0, 3), f"{total:.4g} GB", ha="center")
-            axes.plot(
-                [place - 0.24, place + 0.24],
-                [published[stage]] * 2,
-                color=COLOURS["neutral"],
-                linewidth=1.5,
-                label="as the paper printed it",
-            )
+            kinds = {kind: formula[stage][kind] for kind in KINDS}
+            total = stack(axes, place, kinds, COLOURS, size=0.36, predicted=True)
+            label_above(axes, place, total, f"{total:.4g} GB")
+            printed = {"color": COLOURS["neutral"], "linewidth": 1.5, "label": "as the paper printed it"}
+            axes.plot([place - 0.24, place + 0.24], [published[stage]] * 2, **printed)
         gpu, right = f"{capacity:.0f} GB GPU", len(stages) - 0.52
         axes.axhline(capacity, color=COLOURS["wrong"], linewidth=1.2, linestyle="--", label=gpu)
         label_beside(axes, (right, capacity), (0, 3), gpu, ha="right", color=COLOURS["wrong"])
@@ -134,8 +100,7 @@ def large(
         bottom = 0.0
         for kind in KINDS:
             height = formula[stages[0]][kind]
-            axes.annotate(
-                kind, (0.23, bottom + height / 2), va="center", color=COLOURS[kind], fontweight="bold", fontsize=9
-            )
+            look = {"va": "center", "color": COLOURS[kind], "fontweight": "bold", "fontsize": 9}
+            axes.annotate(kind, (0.23, bottom + height / 2), **look)
             bottom += height
     return figure
