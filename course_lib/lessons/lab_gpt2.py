@@ -35,12 +35,20 @@ def gpt2_config(
     )
 
 
-def gpt2(layers: int, width: int, tokens: int, vocabulary: int, **others: Any) -> GPT2LMHeadModel:
-    """The same weights on every call and every rank, on the CPU; it seeds torch with 0.
+def gpt2(layers: int, width: int, tokens: int, vocabulary: int, *, seed: int = 0, **others: Any) -> GPT2LMHeadModel:
+    """The same weights on every call and every rank, on the CPU; it seeds torch.
 
-    The arguments are those of :func:`gpt2_config`.
+    The other arguments are those of :func:`gpt2_config`.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = GPT2LMHeadModel(gpt2_config(layers, width, tokens, vocabulary, **others))
     model.loss_type = "ForCausalLM"  # the library finds it by the class's name, and not this one's
     return model
+
+
+def affine_chains(rows: int, tokens: int, vocabulary: int, seed: int) -> torch.Tensor:
+    """Rows that a model can learn, int64 [rows, tokens]: an affine map continues each from its first token."""
+    ids = [torch.randint(vocabulary, (rows,), generator=torch.Generator().manual_seed(seed))]
+    for _ in range(tokens - 1):
+        ids.append((5 * ids[-1] + 3) % vocabulary)
+    return torch.stack(ids, dim=1)

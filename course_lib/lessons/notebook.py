@@ -21,7 +21,6 @@ from course_lib.lessons import boxes, questions, widget_display
 from course_lib.lessons.listing import Listing
 
 if TYPE_CHECKING:
-    import pandas as pd
     from pandas.io.formats.style import Styler
 
 MIME = "application/vnd.course.record+json"
@@ -191,17 +190,6 @@ def takeaway(text: str) -> None:
     display(HTML(boxes.box("#2e7d4f", "solid", f"<b>Takeaway.</b> {escape(text)}")))
 
 
-def text_table(frame: pd.DataFrame) -> Any:
-    """A table of texts as a page shows it: left-aligned, whole, in lines that break, without the index."""
-    left = {"text-align": "left", "white-space": "normal", "vertical-align": "top"}
-    return (
-        frame.style.hide()
-        .format(precision=3)
-        .set_properties(**left)
-        .set_table_styles([{"selector": "th", "props": "text-align: left"}])
-    )
-
-
 def source(thing: Callable | type, doc: bool = True) -> Listing:
     """The real source of a function or class of the course, highlighted, below a link to its file and lines.
 
@@ -212,10 +200,16 @@ def source(thing: Callable | type, doc: bool = True) -> Listing:
     return Listing.of(thing, doc)
 
 
-def left_aligned(table: "pd.DataFrame") -> "Styler":
+def left_aligned(table: pd.DataFrame) -> "Styler":
     """A table of words, which pages would otherwise set flush right, as they do numbers."""
     left = table.style.set_uuid("words").set_properties(**{"text-align": "left"})
     return left.set_table_styles([{"selector": "th", "props": "text-align:left"}])
+
+
+def text_table(frame: pd.DataFrame) -> "Styler":
+    """A table of long texts: :func:`left_aligned`, in lines that break, without the index."""
+    whole = {"white-space": "normal", "vertical-align": "top"}
+    return left_aligned(frame).hide().format(precision=3).set_properties(**whole)
 
 
 def show_widget(widget: widgets.Widget, fallback: Any) -> None:

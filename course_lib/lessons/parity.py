@@ -12,7 +12,7 @@ import functools
 import gc
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,73 +54,56 @@ Row = tuple[str, str]
 """Name of a layout, and its engine."""
 Rows = Mapping[Row, Mapping[str, Any]]
 """Options by row."""
-_STAGES: dict[str, Any] = {"training_type": "pipeline", "pipeline_parallel_size": 2, "pipeline_chunks": 2}
-_MIXTURE: dict[str, Any] = {"model": "tiny-olmoe"}
-_LAYOUTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    *((strategy, engine, {"strategy": strategy}) for strategy, engine in PAIRS),
-    *(
-        (f"{strategy} × tensor 2", engine, {"strategy": strategy, "tensor_parallel_size": 2})
-        for strategy, engine in PAIRS
-        if strategy in ("ddp", "zero1", "fsdp") and engine != "deepspeed" and (strategy, engine) != ("ddp", "torch")
-    ),
-    *(("pipeline 2", engine, _STAGES) for engine in ("torch", "scratch")),
-    ("pipeline 2 × fsdp 2", "torch", _STAGES | {"strategy": "fsdp", "data_parallel_size": 2}),
-    *(("pipeline 2 × tensor 2", engine, _STAGES | {"tensor_parallel_size": 2}) for engine in ("torch", "scratch")),
-    (
-        "pipeline 2 × tensor 2 × fsdp 2",
-        "torch",
-        _STAGES | {"strategy": "fsdp", "data_parallel_size": 2, "tensor_parallel_size": 2},
-    ),
-    *(
-        (
-            f"{strategy} × context {size}, {way}",
-            engine,
-            {"strategy": strategy, "context_parallel_size": size, "context_parallel": way},
-        )
-        for strategy, size, way, engines in (
-            ("ddp", 2, "zigzag", ("torch", "scratch")),
-            ("ddp", 2, "ring", ("scratch",)),
-            ("ddp", 2, "ulysses", ("scratch",)),
-            ("ddp", 2, "allgather", ("scratch",)),
-            ("zero1", 2, "ulysses", ("deepspeed", "torch", "scratch")),
-            ("zero2", 2, "allgather", ("deepspeed", "torch", "scratch")),
-            ("zero3", 2, "zigzag", ("deepspeed", "scratch")),
-            ("fsdp", 2, "ring", ("torch", "scratch")),
-            ("fsdp", 4, "zigzag", ("torch", "scratch")),
-        )
-        for engine in engines
-    ),
-    ("ddp × context 2, zigzag × tensor 2", "scratch", {"context_parallel_size": 2, "tensor_parallel_size": 2}),
-    (
-        "fsdp × context 2, ulysses × tensor 2",
-        "torch",
-        {
-            "strategy": "fsdp",
-            "context_parallel_size": 2,
-            "context_parallel": "ulysses",
-            "tensor_parallel_size": 2,
-        },
-    ),
-    # DeepSpeed's stage 3 wants every rank to call the same modules, and transformers' experts for float64 are called
-    # only where they have tokens.
-    *(
-        (f"{strategy}, mixture of experts", engine, _MIXTURE | {"strategy": strategy})
-        for strategy, engine in PAIRS
-        if (strategy, engine) != ("zero3", "deepspeed")
-    ),
-    *(
-        (f"{strategy} × experts {size}", engine, _MIXTURE | {"strategy": strategy, "expert_parallel_size": size})
-        for strategy, engine in (
-            ("ddp", "scratch"),
-            ("zero1", "scratch"),
-            ("zero2", "scratch"),
-            ("zero3", "torch"),
-            ("fsdp", "torch"),
-        )
-        for size in (2, 4)
-    ),
-)
-ROWS: dict[Row, dict[str, Any]] = {(name, engine): options | {"engine": engine} for name, engine, options in _LAYOUTS}
+_BOTH = ("torch", "scratch")
+
+
+def _over(strategy: str = "ddp", **ranks: int) -> dict[str, Any]:
+    """Options of a layout: how the model's state is shared, and ranks by axis."""
+    stages = {"training_type": "pipeline", "pipeline_chunks": 2} if "pipeline" in ranks else {}
+    return {"strategy": strategy} | stages | {f"{axis}_parallel_size": size for axis, size in ranks.items()}
+
+
+def _layouts() -> Iterator[tuple[str, Sequence[str], dict[str, Any]]]:
+    """Each layout's name, its engines, and its options."""
+    for strategy, engine in PAIRS:
+        yield strategy, (engine,), _over(strategy)
+    for strategy, engine in PAIRS:
+        if strategy in ("ddp", "zero1", "fsdp") and engine != "deepspeed" and (strategy, engine) != ("ddp", "torch"):
+            yield f"{strategy} × tensor 2", (engine,), _over(strategy, tensor=2)
+    yield "pipeline 2", _BOTH, _over(pipeline=2)
+    yield "pipeline 2 × fsdp 2", ("torch",), _over("fsdp", pipeline=2, data=2)
+    yield "pipeline 2 × tensor 2", _BOTH, _over(pipeline=2, tensor=2)
+    yield "pipeline 2 × tensor 2 × fsdp 2", ("torch",), _over("fsdp", pipeline=2, data=2, tensor=2)
+    for strategy, size, way, engines in (
+        ("ddp", 2, "zigzag", _BOTH),
+        ("ddp", 2, "ring", ("scratch",)),
+        ("ddp", 2, "ulysses", ("scratch",)),
+        ("ddp", 2, "allgather", ("scratch",)),
+        ("zero1", 2, "ulysses", ("deepspeed", "torch", "scratch")),
+        ("zero2", 2, "allgather", ("deepspeed", "torch", "scratch")),
+        ("zero3", 2, "zigzag", ("deepspeed", "scratch")),
+        ("fsdp", 2, "ring", _BOTH),
+        ("fsdp", 4, "zigzag", _BOTH),
+    ):
+        yield f"{strategy} × context {size}, {way}", engines, _over(strategy, context=size) | {"context_parallel": way}
+    yield "ddp × context 2, zigzag × tensor 2", ("scratch",), _over(context=2, tensor=2)
+    ulysses = _over("fsdp", context=2, tensor=2) | {"context_parallel": "ulysses"}
+    yield "fsdp × context 2, ulysses × tensor 2", ("torch",), ulysses
+    mixture = {"model": "tiny-olmoe"}
+    for strategy, engine in PAIRS:
+        # DeepSpeed's stage 3 wants every rank to call the same modules, and transformers' experts for float64 are
+        # called only where they have tokens.
+        if (strategy, engine) != ("zero3", "deepspeed"):
+            yield f"{strategy}, mixture of experts", (engine,), _over(strategy) | mixture
+    for strategy in ("ddp", "zero1", "zero2", "zero3", "fsdp"):
+        engine = "torch" if strategy in ("zero3", "fsdp") else "scratch"
+        for size in (2, 4):
+            yield f"{strategy} × experts {size}", (engine,), _over(strategy, expert=size) | mixture
+
+
+ROWS: dict[Row, dict[str, Any]] = {
+    (name, engine): options | {"engine": engine} for name, engines, options in _layouts() for engine in engines
+}
 """The matrix, in its order."""
 
 

@@ -200,14 +200,9 @@ def _svg_boxes(boxes: Sequence[Box]) -> str:
 
 def _svg_labels(labels: Sequence[Label]) -> str:
     lines = []
-    for (size, anchor, colour, bold), alike in groupby(
-        labels, lambda label: (label.size, label.anchor, label.colour, label.bold)
-    ):
-        lines.append(
-            f'<g font-size="{size:g}" fill="{_short(colour)}" text-anchor="{anchor}"'
-            + ' font-weight="bold"' * bold
-            + ">"
-        )
+    for (size, anchor, colour, bold), alike in groupby(labels, lambda x: (x.size, x.anchor, x.colour, x.bold)):
+        look = f'font-size="{size:g}" fill="{_short(colour)}" text-anchor="{anchor}"' + ' font-weight="bold"' * bold
+        lines.append(f"<g {look}>")
         lines += [
             f'<text x="{_number(label.x)}" y="{_number(label.y + 0.35 * label.size)}">'
             f"{html.escape(label.text, quote=False)}</text>"

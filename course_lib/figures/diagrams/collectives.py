@@ -68,15 +68,12 @@ def ring(ranks: int = 4) -> Diagram:
         top += 16
         for step in range(1, ranks + 1):
             left = MARGIN + (step - 1) * panel
-            sends = (
-                [
-                    Send(step, rank, (rank + 1) % ranks, part, held[rank, part])
-                    for rank in range(ranks)
-                    for part in [part_of(rank, ranks, step)]
-                ]
+            sends = [
+                Send(step, rank, (rank + 1) % ranks, part, held[rank, part])
+                for rank in range(ranks)
+                for part in [part_of(rank, ranks, step)]
                 if step < ranks
-                else []
-            )
+            ]
             caption = f"step {step}" if sends else ("one sum per rank" if phase == "reduce-scatter" else "all sums")
             _panel(diagram, ranks, left, top, panel, caption, phase, held, sends)
             for send in sends:
@@ -109,16 +106,9 @@ def _panel(
         for part in range(ranks):
             shares = held[rank, part]
             whole = len(shares) == ranks
-            diagram.box(
-                x,
-                top + 16 + part * 24,
-                cell,
-                20,
-                str(len(shares)),
-                size=SMALL,
-                fill=tint(COLOURS["gradients"], 1.0 if whole else 0.12 + 0.4 * (len(shares) - 1) / ranks),
-                means=(phase, caption, rank, part, shares),
-            )
+            fill = tint(COLOURS["gradients"], 1.0 if whole else 0.12 + 0.4 * (len(shares) - 1) / ranks)
+            block, means = (x, top + 16 + part * 24, cell, 20), (phase, caption, rank, part, shares)
+            diagram.box(*block, str(len(shares)), size=SMALL, fill=fill, means=means)
         diagram.text(x + cell / 2, top + 24 + ranks * 24, str(rank), SMALL, colour=GREY)
     diagram.note(left + 4, top + 24 + ranks * 24, "rank" if width > 220 else "")
     for send in sends:

@@ -26,14 +26,9 @@ def _chain(diagram: Diagram, states: Sequence[State], back: str = "") -> Diagram
     if back:
         y = top + 124
         start, end = boxes[-1], boxes[0]
-        diagram.arrow(
-            (start.right - 8, start.bottom),
-            (start.right - 8, y),
-            (end.x + 8, y),
-            (end.x + 8, end.bottom),
-            width=2,
-            means=(start.means, end.means),
-        )
+        right, left = start.right - 8, end.x + 8
+        way = (right, start.bottom), (right, y), (left, y), (left, end.bottom)
+        diagram.arrow(*way, width=2, means=(start.means, end.means))
         diagram.text(WIDTH / 2, y, back, bold=True, ground=True)
     return diagram
 
@@ -98,15 +93,7 @@ def hang(ranks: int = 3, culprit: int = 1) -> Diagram:
         if rank == culprit:
             diagram.box(left + 330, y, 90, 30, "stops", fill=COLOURS["wrong"], bold=True, means=(rank, "stops"))
         else:
-            diagram.box(
-                left + 360,
-                y,
-                WIDTH - MARGIN - left - 360,
-                30,
-                "all-reduce 3: waits until its time is up",
-                dashed=True,
-                size=SMALL,
-                means=(rank, 3),
-            )
+            text, block = "all-reduce 3: waits until its time is up", (left + 360, y, WIDTH - MARGIN - left - 360, 30)
+            diagram.box(*block, text, dashed=True, size=SMALL, means=(rank, 3))
     diagram.time_axis(left, WIDTH - MARGIN, top + ranks * 44 + 2)
     return diagram

@@ -7,7 +7,7 @@ from pathlib import Path
 from course_lib.errors import CheckpointError
 from course_lib.lessons.capstone.decisions import Project
 from course_lib.lessons.capstone.rehearsal import KillAt, break_run, resume
-from course_lib.lessons.capstone.rubric import Criterion
+from course_lib.lessons.capstone.rubric import SAME_END, Criterion, same_end
 from course_lib.training.checkpoints import checkpoint
 
 
@@ -21,10 +21,7 @@ def another_fault(project: Project, kill: KillAt, folder: Path, undisturbed: Pat
         undisturbed: folder of the run that nothing happened to.
     """
     broken = break_run(project, folder, kill)
-    own = type(kill) is not KillAt and (type(kill).on_save, type(kill).on_step_end) != (
-        KillAt.on_save,
-        KillAt.on_step_end,
-    )
+    own = any(getattr(type(kill), name) is not getattr(KillAt, name) for name in ("on_save", "on_step_end"))
     return [
         Criterion(
             "The fault is your own",
@@ -91,12 +88,4 @@ def _changed_bytes(before: Path, after: Path) -> dict[str, int]:
 
 
 def _ends_alike(project: Project, folder: Path, undisturbed: Path) -> Criterion:
-    resumed = resume(project, folder, undisturbed)
-    complete = [step for step, _ in resumed.record] == list(range(1, project.steps + 1))
-    passed = not resumed.problem and complete and resumed.differing == 0
-    return Criterion(
-        "The resumed run ends with the undisturbed run's weights",
-        passed,
-        resumed.problem or f"{resumed.differing:,} of {resumed.bytes:,} bytes differ",
-        "each step was done once" if complete else "its record misses steps, or has one twice",
-    )
+    return Criterion(SAME_END, *same_end(project, resume(project, folder, undisturbed)))

@@ -1,5 +1,6 @@
 """The capstone's rubric: what was asked, whether the recorded evidence meets it, and the report to hand in."""
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,6 @@ ROUNDING = 1e-4
 """Nats by which losses of the same updates may differ, made in other orders: the sums round differently."""
 AT_RISK = 0.1
 """Share of the budget that one interruption may cost."""
-LEARNED = "Every run of your choice learned something"
 REPORT, EVIDENCE = "report.md", "evidence.json"
 GIB, MIB, MB = 2**30, 2**20, 1e6
 
@@ -79,59 +79,84 @@ class Criterion:
     why: str
 
 
-def fits(project: Project, evidence: Evidence) -> Criterion:
+Verdict = tuple[bool, str, str]
+"""Whether it is passed, the number that decided, and what was found or what to change."""
+Judge = Callable[[Project, Evidence], Verdict]
+CRITERIA: list[Callable[[Project, Evidence], Criterion]] = []
+"""Every criterion, in the order of the project."""
+SAME_END = "The resumed run ends with the undisturbed run's weights"
+
+
+def criterion(asked: str) -> Callable[[Judge], Callable[[Project, Evidence], Criterion]]:
+    """Add a criterion: what is asked, and below it the function that judges."""
+
+    def add(judge: Judge) -> Callable[[Project, Evidence], Criterion]:
+        @functools.wraps(judge)
+        def check(project: Project, evidence: Evidence) -> Criterion:
+            return Criterion(asked, *judge(project, evidence))
+
+        CRITERIA.append(check)
+        return check
+
+    return add
+
+
+@criterion("The plan fits the rented machines")
+def fits(project: Project, evidence: Evidence) -> Verdict:
     """Some layout of the project's strategy fits."""
-    asked, plan = "The plan fits the rented machines", evidence.rented
+    plan = evidence.rented
     if plan.needed is None or plan.capacity is None:
-        return Criterion(asked, False, "no layout", plan.why)
-    return Criterion(asked, True, f"{plan.needed / GIB:.1f} of {plan.capacity / GIB:.1f} GiB", plan.why.rstrip("."))
+        return False, "no layout", plan.why
+    return True, f"{plan.needed / GIB:.1f} of {plan.capacity / GIB:.1f} GiB", plan.why.rstrip(".")
 
 
-def ends_in_time(project: Project, evidence: Evidence) -> Criterion:
+@criterion("The run ends within its hours")
+def ends_in_time(project: Project, evidence: Evidence) -> Verdict:
     """The planned hours, with the planner's known error, are within those after which the job is stopped."""
-    asked, plan = "The run ends within its hours", evidence.rented
+    plan = evidence.rented
     if plan.hours is None or plan.late is None:
-        return Criterion(asked, False, "no plan", "nothing fits, so there is no time to plan")
-    return Criterion(
-        asked,
-        plan.late <= project.hours,
+        return False, "no plan", "nothing fits, so there is no time to plan"
+    passed = plan.late <= project.hours
+    said = "there is room for that" if passed else "give it more hours, fewer epochs, or faster machines"
+    return (
+        passed,
         f"{plan.hours:.2g} h planned, {plan.late:.2g} h at worst, of {project.hours:g} h",
-        f"the planner is off by up to {planner_error():.1%} in nine of ten published runs; "
-        + (
-            "there is room for that"
-            if plan.late <= project.hours
-            else "give it more hours, fewer epochs, or faster machines"
-        ),
+        f"the planner is off by up to {planner_error():.1%} in nine of ten published runs; {said}",
     )
 
 
-def states_predicted(project: Project, evidence: Evidence) -> Criterion:
+@criterion("Model states of a rank were predicted")
+def states_predicted(project: Project, evidence: Evidence) -> Verdict:
     """The formula for model states came within :data:`CLOSE` of the meter."""
-    measured = chosen(evidence)[0].states
-    return _predicted("Model states of a rank were predicted", measured, evidence.here.states, MIB, "MiB")
+    return _predicted(chosen(evidence)[0].states, evidence.here.states, MIB, "MiB")
 
 
-def bytes_predicted(project: Project, evidence: Evidence) -> Criterion:
+@criterion("Bytes that a rank sends were predicted")
+def bytes_predicted(project: Project, evidence: Evidence) -> Verdict:
     """The formula for bytes sent came within :data:`CLOSE` of the meter."""
-    measured = chosen(evidence)[0].sent
-    return _predicted("Bytes that a rank sends were predicted", measured, evidence.here.sent, MB, "MB per step")
+    return _predicted(chosen(evidence)[0].sent, evidence.here.sent, MB, "MB per step")
 
 
-def _predicted(asked: str, measured: float, planned: float, unit: float, name: str) -> Criterion:
+def _predicted(measured: float, planned: float, unit: float, name: str) -> Verdict:
     error = planned / measured - 1 if measured else math.inf
-    return Criterion(
-        asked,
-        abs(error) <= CLOSE,
+    passed = abs(error) <= CLOSE
+    return (
+        passed,
         f"{planned / unit:.4g} {name} predicted, {measured / unit:.4g} measured",
         f"off by {error:+z.1%}, and {CLOSE:.0%} is close"
-        + ("" if abs(error) <= CLOSE else ": what does this engine do that the formula does not know?"),
+        + ("" if passed else ": what does this engine do that the formula does not know?"),
     )
 
 
-def learned(project: Project, evidence: Evidence) -> Criterion:
+@criterion("Every run of your choice learned something")
+def learned(project: Project, evidence: Evidence) -> Verdict:
     """Every chosen run beats what knows only how frequent the classes are, in loss and macro-F1, by their intervals."""
     runs, here = chosen(evidence), evidence.here
     worst = max(runs, key=lambda run: run.loss_high)
+    number = (
+        f"test loss {worst.loss:.3f} nats, {worst.loss_high:.3f} at the upper end of its interval, "
+        f"{here.constant:.3f} for a constant"
+    )
     scores = [run.macro_f1_low for run in runs if run.macro_f1_low is not None]
     if worst.loss >= here.constant:
         why = "no better than a constant that knows how frequent the answers are"
@@ -143,54 +168,38 @@ def learned(project: Project, evidence: Evidence) -> Criterion:
             f"{here.majority_macro_f1:.2f}"
         )
     else:
-        return Criterion(
-            LEARNED,
-            True,
-            _worst(worst, here),
-            "better than knowing only how frequent the answers are, by more than the rows' chance",
-        )
-    return Criterion(
-        LEARNED, False, _worst(worst, here), f"{why}: train for more steps, or change the learning rate or the model"
-    )
+        return True, number, "better than knowing only how frequent the answers are, by more than the rows' chance"
+    return False, number, f"{why}: train for more steps, or change the learning rate or the model"
 
 
-def _worst(run: Tracked, here: Here) -> str:
-    return (
-        f"test loss {run.loss:.3f} nats, {run.loss_high:.3f} at the upper end of its interval, "
-        f"{here.constant:.3f} for a constant"
-    )
-
-
-def survived(project: Project, evidence: Evidence) -> Criterion:
+@criterion("A rank was killed, and a whole checkpoint was left")
+def survived(project: Project, evidence: Evidence) -> Verdict:
     """A rank died by SIGKILL in the middle of the run, after a whole checkpoint."""
     broken = evidence.broken
     if not broken.killed:
         why = f"{broken.how}; choose one that the run has"
     elif broken.checkpoint is None:
-        why = (
-            f"{broken.how} at step {broken.step}, before the first checkpoint at step {project.save_steps}; "
-            "save more often"
-        )
+        first = f"before the first checkpoint at step {project.save_steps}"
+        why = f"{broken.how} at step {broken.step}, {first}; save more often"
     else:
         why = f"{broken.how}, and {broken.checkpoint} was left whole"
-    return Criterion(
-        "A rank was killed, and a whole checkpoint was left",
-        broken.killed and bool(broken.checkpoint),
-        f"{broken.lost} of {broken.step} steps lost",
-        why,
-    )
+    return broken.killed and bool(broken.checkpoint), f"{broken.lost} of {broken.step} steps lost", why
 
 
-def exact(project: Project, evidence: Evidence) -> Criterion:
+@criterion(SAME_END)
+def exact(project: Project, evidence: Evidence) -> Verdict:
     """The resumed run has each step once, and ends with the undisturbed run's bytes."""
-    asked, resumed = "The resumed run ends with the undisturbed run's weights", evidence.resumed
+    if not evidence.resumed.problem and not evidence.broken.killed:
+        return False, "not interrupted", "nothing was killed, so nothing was resumed"
+    return same_end(project, evidence.resumed)
+
+
+def same_end(project: Project, resumed: Resumed) -> Verdict:
+    """Whether a resumed run has each step once, and ends with the undisturbed run's bytes."""
     if resumed.problem:
-        return Criterion(asked, False, "not resumed", resumed.problem)
-    if not evidence.broken.killed:
-        return Criterion(asked, False, "not interrupted", "nothing was killed, so nothing was resumed")
+        return False, "not resumed", resumed.problem
     complete = [step for step, _ in resumed.record] == list(range(1, project.steps + 1))
-    return Criterion(
-        asked,
+    return (
         complete and resumed.differing == 0,
         f"{resumed.differing:,} of {resumed.bytes:,} bytes differ",
         ("each step was done once" if complete else "its record misses steps, or has one twice")
@@ -198,7 +207,8 @@ def exact(project: Project, evidence: Evidence) -> Criterion:
     )
 
 
-def fair(project: Project, evidence: Evidence) -> Criterion:
+@criterion("The comparison is fair")
+def fair(project: Project, evidence: Evidence) -> Verdict:
     """Both arms have the same seeds and rows, and differ in what was declared alone."""
     seeds, samples = _by_arm(evidence.runs, "seed"), _by_arm(evidence.runs, "samples")
     declared = {*project.other, "seed", "max_steps"}
@@ -209,71 +219,49 @@ def fair(project: Project, evidence: Evidence) -> Criterion:
         problems.append(f"they saw {samples['chosen']} and {samples['other']} rows")
     if undeclared := [name for name in evidence.differing if name not in declared]:
         problems.append(f"they differ in {', '.join(undeclared)} too")
-    return Criterion(
-        "The comparison is fair",
+    return (
         not problems,
         f"seeds {seeds['chosen']} and {seeds['other']}",
         "; ".join(problems) or f"same seeds, same rows; only {', '.join(project.other)} differs",
     )
 
 
-def error_known(project: Project, evidence: Evidence) -> Criterion:
+@criterion("The difference of the losses has a standard error")
+def error_known(project: Project, evidence: Evidence) -> Verdict:
     """Each arm has two different seeds, so that the difference has a standard error."""
     fewest = min(len(set(seeds)) for seeds in _by_arm(evidence.runs, "seed").values())
-    return Criterion(
-        "The difference of the losses has a standard error",
-        fewest >= 2,
-        f"different seeds per arm: {fewest}",
-        conclusion(evidence.runs) if fewest >= 2 else "run each arm with two different seeds or more",
-    )
+    why = conclusion(evidence.runs) if fewest >= 2 else "run each arm with two different seeds or more"
+    return fewest >= 2, f"different seeds per arm: {fewest}", why
 
 
-def bounded(project: Project, evidence: Evidence) -> Criterion:
+@criterion("The job cannot cost more than the budget")
+def bounded(project: Project, evidence: Evidence) -> Verdict:
     """The job's limit of hours bounds its bill within the budget."""
-    asked, job = "The job cannot cost more than the budget", evidence.submitted
+    job = evidence.submitted
     if job is None:
-        return Criterion(asked, False, "no job", "nothing fits, so nothing is sent")
-    return Criterion(
-        asked,
-        job.dollars <= project.budget,
+        return False, "no job", "nothing fits, so nothing is sent"
+    passed = job.dollars <= project.budget
+    return (
+        passed,
         f"${job.dollars:,.2f} at most, of ${project.budget:,.2f}",
         f"{project.instance_count} x {project.instance_type} for {project.hours:g} hours"
-        + ("" if job.dollars <= project.budget else ": lower the hours, the instances, or the expectations"),
+        + ("" if passed else ": lower the hours, the instances, or the expectations"),
     )
 
 
-def interruption_is_cheap(project: Project, evidence: Evidence) -> Criterion:
+@criterion(f"An interruption costs no more than {AT_RISK:.0%} of the budget")
+def interruption_is_cheap(project: Project, evidence: Evidence) -> Verdict:
     """Rule: what lies between two checkpoints costs no more than :data:`AT_RISK` of the budget."""
-    asked, job = f"An interruption costs no more than {AT_RISK:.0%} of the budget", evidence.submitted
+    job = evidence.submitted
     if job is None or evidence.rented.step_seconds is None:
-        return Criterion(asked, False, "no job", "nothing fits, so nothing is sent")
+        return False, "no job", "nothing fits, so nothing is sent"
     if not job.save_steps:
-        return Criterion(asked, False, "no checkpoints", 'save_steps is 0: give `rented` a "save_steps"')
+        return False, "no checkpoints", 'save_steps is 0: give `rented` a "save_steps"'
     hours = job.save_steps * evidence.rented.step_seconds * (1 + planner_error()) / 3600
     dollars = hours * job.dollars / project.hours
-    return Criterion(
-        asked,
-        dollars <= AT_RISK * project.budget,
-        f"${dollars:,.2f} at most",
-        f"{job.save_steps} steps lie between two checkpoints"
-        + ("" if dollars <= AT_RISK * project.budget else ": save more often"),
-    )
-
-
-CRITERIA: tuple[Callable[[Project, Evidence], Criterion], ...] = (
-    fits,
-    ends_in_time,
-    states_predicted,
-    bytes_predicted,
-    learned,
-    survived,
-    exact,
-    fair,
-    error_known,
-    bounded,
-    interruption_is_cheap,
-)
-"""Every criterion, in the order of the project."""
+    passed = dollars <= AT_RISK * project.budget
+    why = f"{job.save_steps} steps lie between two checkpoints" + ("" if passed else ": save more often")
+    return passed, f"${dollars:,.2f} at most", why
 
 
 def rubric(project: Project, evidence: Evidence) -> list[Criterion]:

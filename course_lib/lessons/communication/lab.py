@@ -16,12 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from course_lib.data.bundled import load_tweets
 from course_lib.errors import LaunchError
 from course_lib.launching.launch import launch
 from course_lib.launching.netns import in_own_network
+from course_lib.lessons.lab_gpt2 import gpt2
 from course_lib.lessons.slow_link import Link
 from course_lib.metering.meter import Meter
 from course_lib.parallel.communication.diloco import DiLoCo, plain_sum
@@ -135,23 +136,7 @@ def step_ends(messages: list[list[int]], link: Link, compute: float) -> list[flo
 
 def small_model(seed: int, width: int) -> GPT2LMHeadModel:
     """A GPT-2 of two layers over bytes."""
-    torch.manual_seed(seed)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=256,
-            n_positions=TOKENS,
-            n_embd=width,
-            n_layer=2,
-            n_head=4,
-            bos_token_id=0,
-            eos_token_id=0,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    )
-    model.loss_type = "ForCausalLM"  # by the class's name it would be GPT2LMHeadModel, which is none
-    return model
+    return gpt2(2, width, TOKENS, vocabulary=256, seed=seed)
 
 
 def texts() -> dict[str, Tensor]:

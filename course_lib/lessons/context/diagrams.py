@@ -42,20 +42,15 @@ def keys_on_the_ring(ranks: int = 3) -> Diagram:
             diagram.box(x, y, wide, high, f"k, v of rank {owner}", fill=fill, means=(rank, step, owner))
             if step + 1 < ranks:
                 lower = top + (rank + 1) % ranks * (high + 26) + high / 2
-                diagram.arrow(
-                    (x + wide + 3, y + high / 2),
-                    (x + pitch - 3, lower),
-                    colour=SENT,
-                    means=(step, rank, (rank + 1) % ranks),
-                )
+                ends = (x + wide + 3, y + high / 2), (x + pitch - 3, lower)
+                diagram.arrow(*ends, colour=SENT, means=(step, rank, (rank + 1) % ranks))
     bottom = top + ranks * (high + 26) + 6
-    for place, (fill, text) in enumerate(
-        (
-            (tint(WORK, 0.9), "all keys are seen"),
-            (tint(WORK, 0.4), "half: its own"),
-            (COLOURS["idle"], "none: they come later"),
-        )
-    ):
+    key = {
+        "all keys are seen": tint(WORK, 0.9),
+        "half: its own": tint(WORK, 0.4),
+        "none: they come later": COLOURS["idle"],
+    }
+    for place, (text, fill) in enumerate(key.items()):
         diagram.box(left + place * 190, bottom - 8, 16, 16, fill=fill)
         diagram.note(left + place * 190 + 24, bottom, text)
     return diagram
@@ -93,20 +88,9 @@ def who_computes_which_scores(ranks: int = 2) -> Diagram:
             for key in range(query + 1):
                 half = key == query
                 work[rank] += 0.5 if half else 1
-                diagram.box(
-                    left + key * size,
-                    y,
-                    size,
-                    size,
-                    fill=tint(SERIES[rank], 0.4 if half else 0.85),
-                    means=(zigzag, query, key, rank),
-                )
+                fill = tint(SERIES[rank], 0.4 if half else 0.85)
+                diagram.box(left + key * size, y, size, size, fill=fill, means=(zigzag, query, key, rank))
         for rank, blocks in enumerate(work):
-            diagram.text(
-                left + 112,
-                top + 246 + 17 * rank,
-                f"rank {rank}: {blocks:g} blocks of scores",
-                colour=SERIES[rank],
-                bold=True,
-            )
+            said, y = f"rank {rank}: {blocks:g} blocks of scores", top + 246 + 17 * rank
+            diagram.text(left + 112, y, said, colour=SERIES[rank], bold=True)
     return diagram

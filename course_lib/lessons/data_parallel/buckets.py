@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from accelerate import Accelerator
 
 from course_lib.lessons.data_parallel.lab import gpt2, share, tokens
 from course_lib.lessons.slow_link import Lane, Link
+from course_lib.lessons.turns import in_turns
 from course_lib.parallel.clock import Clock
 from course_lib.parallel.ddp import Bucket, DataParallel, ReductionHandle, sum_gradients
 from course_lib.parallel.tp_collectives import gathered
@@ -89,21 +91,17 @@ def buckets_over_link(
     """
     engines = {name: _Backward(size, layers, width) for name, size in ways.items()}
     ids = share(tokens(1, rows))
-    free: dict[str, list[tuple[float, list[Sent]]]] = {name: [] for name in ways}
-    for attempt in range(tries + 1):
-        for name, engine in engines.items():
-            measured = engine.step(ids, Link(0.0))
-            if attempt:  # the first warms up
-                free[name].append(measured)
+
+    def steps(link: Link, tries: int, warm_up: int = 0) -> dict[str, list[tuple[float, list[Sent]]]]:
+        return in_turns({name: partial(engine.step, ids, link) for name, engine in engines.items()}, tries, warm_up)
+
+    free = steps(Link(0.0), tries, warm_up=1)
     quiet = {name: sorted(measured, key=lambda one: one[0])[tries // 2] for name, measured in free.items()}
     backward, buckets = quiet[list(ways)[-1]]
     backward = statistics.mean(gathered(torch.tensor([backward]), None, 0).tolist())  # one link for all ranks
     link = Link(LATENCY * backward, sum(bucket.size for bucket in buckets) / (BUSY * backward))
-    steps: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(tries):
-        for name, engine in engines.items():
-            steps[name].append(engine.step(ids, link)[0])
-    return {name: OverLink(quiet[name][1], quiet[name][0], link, steps[name]) for name in ways}
+    seconds = {name: [step for step, _ in measured] for name, measured in steps(link, tries).items()}
+    return {name: OverLink(quiet[name][1], quiet[name][0], link, seconds[name]) for name in ways}
 
 
 class _Backward:
@@ -153,15 +151,15 @@ class _Handle:
 def all_reduce_seconds(sizes: Sequence[int], tries: int) -> dict[int, list[float]]:
     """On one rank: seconds of torch's all-reduce of fp32 tensors of so many bytes, every try; the sizes take turns."""
     device = Accelerator().device
-    tensors, clock = {size: torch.zeros(size // 4, device=device) for size in sizes}, Clock(device)
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
-    for attempt in range(tries + 1):
-        for size, tensor in tensors.items():
-            dist.barrier()
-            clock.settle()
-            begin = time.perf_counter()
-            dist.all_reduce(tensor)
-            clock.settle()
-            if attempt:  # the first warms up
-                seconds[size].append(time.perf_counter() - begin)
-    return seconds
+    clock = Clock(device)
+
+    def all_reduced(tensor: torch.Tensor) -> float:
+        dist.barrier()
+        clock.settle()
+        begin = time.perf_counter()
+        dist.all_reduce(tensor)
+        clock.settle()
+        return time.perf_counter() - begin
+
+    tensors = {size: torch.zeros(size // 4, device=device) for size in sizes}
+    return in_turns({size: partial(all_reduced, tensor) for size, tensor in tensors.items()}, tries, warm_up=1)

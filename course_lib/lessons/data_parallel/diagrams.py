@@ -193,16 +193,8 @@ def no_sync(micro_batches: int = 4) -> Diagram:
                 parts.append(("all-reduce", all_reduce, SENT))
             for kind, length, colour in parts:
                 label = kind if len(kind) == 1 or length * scale > 66 else "all-\nreduce"
-                diagram.box(
-                    left + clock * scale,
-                    y,
-                    length * scale,
-                    40,
-                    label,
-                    fill=colour,
-                    size=SMALL,
-                    means=(lane, number, kind),
-                )
+                block = left + clock * scale, y, length * scale, 40
+                diagram.box(*block, label, fill=colour, size=SMALL, means=(lane, number, kind))
                 clock += length
     diagram.time_axis(left, WIDTH - MARGIN, top + 116)
     return diagram

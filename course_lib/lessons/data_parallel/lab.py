@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from course_lib.errors import LaunchError
 from course_lib.launching.launch import launch
 from course_lib.launching.netns import in_own_network, not_private
 from course_lib.lessons import lab_gpt2
+from course_lib.lessons.turns import in_turns
 from course_lib.metering.meter import Meter
 from course_lib.parallel import collectives
 from course_lib.parallel.clock import Clock, Stamp
@@ -170,12 +172,7 @@ def sendings(ways: Mapping[str, Way], layers: int, width: int, rows: int, repeat
     """On one rank: of ``repeats`` steps, an odd number, the one of median length; the ways take turns."""
     engines = {name: _Watched(way, layers, width) for name, way in ways.items()}
     ids = share(tokens(1, rows))
-    steps: dict[str, list[Sending]] = {name: [] for name in ways}
-    for repeat in range(repeats + 1):
-        for name, watched in engines.items():
-            sending = watched.step(ids)
-            if repeat:  # the first warms up
-                steps[name].append(sending)
+    steps = in_turns({name: partial(watched.step, ids) for name, watched in engines.items()}, repeats, warm_up=1)
     return {name: sorted(tries, key=lambda sending: sending.end)[repeats // 2] for name, tries in steps.items()}
 
 

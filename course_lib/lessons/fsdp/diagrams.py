@@ -47,10 +47,8 @@ def who_holds_what(ranks: int = 4) -> Diagram:
         zip(sizes, itertools.accumulate((height + 8 for height in heights.values()), initial=top), strict=False)
     )
     for kind, size in sizes.items():
-        name = NAMES[kind].replace(" ", "\n")
-        diagram.text(
-            left - 8, starts[kind] + heights[kind] / 2, f"{name}\n{size} bytes", SMALL, "end", COLOURS[kind], bold=True
-        )
+        said = f"{NAMES[kind]} {size} bytes".replace(" ", "\n", NAMES[kind].count(" ") + 1)
+        diagram.text(left - 8, starts[kind] + heights[kind] / 2, said, SMALL, "end", COLOURS[kind], bold=True)
     for stage in range(4):
         x = left + stage * group
         diagram.text(x + (group - 18) / 2, top - 26, f"ZeRO-{stage}" if stage else "DDP", bold=True)
@@ -205,11 +203,8 @@ def prefetch(blocks: int = 3, gather: float = 0.8) -> Diagram:
     """
     check_ranks(blocks, most=4)
     steps = {
-        name: timeline(blocks, 1.0, gather, gather, ahead)
-        for name, ahead in (
-            ("each gather when it is needed", False),
-            ("prefetch: the next gather while this block computes", True),
-        )
+        "each gather when it is needed": timeline(blocks, 1.0, gather, gather, False),
+        "prefetch: the next gather while this block computes": timeline(blocks, 1.0, gather, gather, True),
     }
     longest = max(step.end for step in steps.values())
     without, with_it = (step.waited for step in steps.values())
@@ -235,18 +230,11 @@ def prefetch(blocks: int = 3, gather: float = 0.8) -> Diagram:
         diagram.text(left, y, name, anchor="start", bold=True)
         for lane, spans, down in (("link", step.link, 16), ("computes", step.compute, 56)):
             diagram.lane(y + down, lane, left, left + step.end * scale, 32)
-            for what, block, begin, end in spans:
+            for what, number, begin, end in spans:
                 if end > begin:
-                    diagram.box(
-                        left + begin * scale,
-                        y + down,
-                        (end - begin) * scale,
-                        32,
-                        f"{what[0].upper()}{block}",
-                        fill=fills[what],
-                        size=SMALL,
-                        means=(row, what, block, begin, end),
-                    )
+                    block = left + begin * scale, y + down, (end - begin) * scale, 32
+                    text = f"{what[0].upper()}{number}"
+                    diagram.box(*block, text, fill=fills[what], size=SMALL, means=(row, what, number, begin, end))
     bottom = top + 2 * 128 - 18
     diagram.note(left, bottom, "G all-gather, R reduce-scatter, F forward, B backward of a block; grey is waiting")
     diagram.time_axis(left, WIDTH - MARGIN, bottom + 16)

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
 from transformers import GPT2LMHeadModel
 
-from course_lib.lessons.lab_gpt2 import gpt2
+from course_lib.lessons.lab_gpt2 import affine_chains, gpt2
 from course_lib.metering.meter import Meter
 from course_lib.metering.storages import resizes
 from course_lib.modeling.recomputing import recompute_activations
@@ -189,11 +189,8 @@ def train_and_save(build: Build, folder: Path, steps: int) -> float:
 
 def batch_loss(engine: nn.Module, step: int, rows: int = GLOBAL_BATCH) -> Tensor:
     """Mean cross-entropy of this rank's rows of a step's batch: chains that an affine map continues."""
-    generator = torch.Generator().manual_seed(step)
-    ids = [torch.randint(VOCABULARY, (rows,), generator=generator)]
-    for _ in range(LENGTH - 1):
-        ids.append((5 * ids[-1] + 3) % VOCABULARY)
-    mine = torch.stack(ids, dim=1)[dist.get_rank() :: dist.get_world_size()].to(Accelerator().device)
+    whole = affine_chains(rows, LENGTH, VOCABULARY, seed=step)
+    mine = whole[dist.get_rank() :: dist.get_world_size()].to(Accelerator().device)
     logits = engine(input_ids=mine).logits.float()
     return cross_entropy(logits[:, :-1].flatten(0, 1), mine[:, 1:].flatten())
 

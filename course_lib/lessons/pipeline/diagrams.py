@@ -46,12 +46,10 @@ def who_waits(name: str = "1f1b", ranks: int = 3, microbatches: int = 4) -> Diag
                 ends[rank, "F" if span.action.kind == F else "B"] = (start, end)
     for rank in range(ranks - 1):
         y = top + rank * 58
-        diagram.arrow(
-            (ends[rank, "F"][1], y + 32), (ends[rank + 1, "F"][0] + 4, y + 58), colour=SENT, means=(rank, rank + 1)
-        )
-        diagram.arrow(
-            (ends[rank + 1, "B"][1], y + 58), (ends[rank, "B"][0] + 4, y + 32), colour=SENT, means=(rank + 1, rank)
-        )
+        down = (ends[rank, "F"][1], y + 32), (ends[rank + 1, "F"][0] + 4, y + 58)
+        up = (ends[rank + 1, "B"][1], y + 58), (ends[rank, "B"][0] + 4, y + 32)
+        diagram.arrow(*down, colour=SENT, means=(rank, rank + 1))
+        diagram.arrow(*up, colour=SENT, means=(rank + 1, rank))
     diagram.time_axis(left, WIDTH - MARGIN, top + ranks * 58 - 12)
     return diagram
 
@@ -74,30 +72,16 @@ def the_v(ranks: int = 4) -> Diagram:
     top = diagram.head + 12
     boxes = []
     for stage, rank in enumerate(places):
-        x = 170.0 if stage < ranks else 430.0
-        boxes.append(
-            diagram.box(
-                x,
-                top + rank * 52,
-                130,
-                32,
-                f"stage {stage}",
-                fill=tint(COLOURS["forward"], 0.35 if stage < ranks else 0.9),
-                means=(stage, rank),
-            )
-        )
+        x, share = (170.0, 0.35) if stage < ranks else (430.0, 0.9)
+        block, fill = (x, top + rank * 52, 130, 32), tint(COLOURS["forward"], share)
+        boxes.append(diagram.box(*block, f"stage {stage}", fill=fill, means=(stage, rank)))
         if stage < ranks:
             diagram.text(150, top + rank * 52 + 16, f"rank {rank}", anchor="end", bold=True)
     for before, after in zip(boxes, boxes[1:], strict=False):
         inside = before.y == after.y
         start, end = ("right", "left") if inside else (("bottom", "top") if after.y > before.y else ("top", "bottom"))
-        diagram.arrow(
-            before.edge(start),
-            after.edge(end),
-            colour=COLOURS["neutral"] if inside else SENT,
-            width=2,
-            means=(before.means[0], after.means[0]),
-        )
+        colour, means = COLOURS["neutral"] if inside else SENT, (before.means[0], after.means[0])
+        diagram.arrow(before.edge(start), after.edge(end), colour=colour, width=2, means=means)
     diagram.text(580, top + 16, "loss", anchor="start", bold=True)
     diagram.text(580, top + (ranks - 1) * 52 + 16, "no message:\nthe same rank", SMALL, "start")
     return diagram

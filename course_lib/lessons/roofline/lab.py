@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from course_lib.lessons.turns import in_turns
 from course_lib.metering.allocation_log import AllocationLog
 from course_lib.metering.operators import Operator, OperatorCounter
 
@@ -56,13 +58,13 @@ def llama(
 
 def seconds_in_turns(steps: Mapping[str, Callable[[], object]], tries: int) -> dict[str, list[float]]:
     """Seconds of each try of each step; they take turns, so that what else the machine does meets all alike."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(tries):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
+
+    def timed(step: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+
+    return in_turns({name: partial(timed, step) for name, step in steps.items()}, tries)
 
 
 def fastest_operators(

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 from transformers import GPT2LMHeadModel
 
-from course_lib.lessons.lab_gpt2 import gpt2
+from course_lib.lessons.lab_gpt2 import affine_chains, gpt2
 from course_lib.metering.meter import Meter
 from course_lib.parallel.tensor_parallel import vocab_parallel_cross_entropy
 from course_lib.parallel.tensor_plans import TensorParallel
@@ -50,11 +50,7 @@ class Shape:
 
     def loss(self, model: nn.Module, step: int = 0) -> Tensor:
         """Mean cross-entropy of chains of tokens that an affine map continues, the same rows on every rank."""
-        generator = torch.Generator().manual_seed(step)
-        ids = [torch.randint(self.vocabulary, (self.rows,), generator=generator)]
-        for _ in range(self.tokens - 1):
-            ids.append((5 * ids[-1] + 3) % self.vocabulary)
-        tokens = torch.stack(ids, dim=1).to(Accelerator().device)
+        tokens = affine_chains(self.rows, self.tokens, self.vocabulary, seed=step).to(Accelerator().device)
         return F.cross_entropy(model(input_ids=tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 

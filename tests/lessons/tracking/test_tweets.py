@@ -66,6 +66,5 @@ def test_a_seed_draws_the_head_and_the_order_and_a_model_is_scored_row_by_row(tm
     scores = tweets.score(one)
     assert len(scores) == 70 and set(scores["label"]) <= set(tweets.names) and not (tmp_path / "never").exists()
     shares = scores["label"].value_counts(normalize=True)
-    assert tweets.yardsticks.entropy == pytest.approx(-(shares * shares.map(math.log)).sum())
-    assert tweets.yardsticks.entropy <= tweets.yardsticks.constant < math.log(3)
+    assert -(shares * shares.map(math.log)).sum() <= tweets.yardsticks.constant < math.log(3), "no constant does better"
     assert tweets.yardsticks.accuracy == pytest.approx(shares["positive"])
