@@ -1,26 +1,18 @@
 """With nothing set up a run is kept by trackio, in its own folder."""
 
-import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
 
 import pytest
 import torch
 
-from course_lib.cli import main
 from course_lib.config import build
-from course_lib.errors import ConfigError
 from course_lib.tracking.base import Guarded, RunInfo, Tracker
 from course_lib.tracking.collect import read_runs
 from course_lib.tracking.trackio_tracker import TrackioTracker, trackio_in
 from course_lib.training.callbacks.histograms import BINS, histograms
-from tests.waiting import until
 
 
 @pytest.fixture

@@ -1,12 +1,7 @@
 """Runs listed, drawn, reported and served."""
 
 import json
-import socket
-import threading
-import urllib.error
-import urllib.request
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
