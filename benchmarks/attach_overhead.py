@@ -6,19 +6,16 @@ The least of five stretches each; their threads' time is in it. An all-reduce of
 added is the tools' own. A step's overhead is this times its collectives.
 """
 
-import argparse
 import os
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.harness import options, publish, table
 from course_lib.hangs import job_watch
 from course_lib.metering import job_log
-from course_lib.system import machine
-from course_lib.writing import write_text
 
 REPEATS = 5
 
@@ -35,9 +32,8 @@ def microseconds(calls: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--calls", type=int, default=3000)
-    calls = parser.parse_args().calls
+    """Measure in this process, and write the page."""
+    calls = options(__doc__, calls=3000).calls
     torch.set_num_threads(1)
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("gloo")
@@ -48,25 +44,15 @@ def main() -> None:
             ("course watch", lambda: job_watch.begin({"seconds": 1000.0, "folder": folder})),
         ):
             tool = begin()
-            rows.append(f"| `{name}` | {microseconds(calls) - bare:.0f} |")
+            rows.append((f"`{name}`", f"{microseconds(calls) - bare:.0f}"))
             tool.end(None)
-    here = machine.describe()
-    text = "\n".join(
-        [
-            "# What the tools for anybody's job cost",
-            "",
-            f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {here.cpu}; "
-            "`python benchmarks/attach_overhead.py`.",
-            f"A bare all-reduce of one rank takes {bare:.0f} µs of CPU time.",
-            "",
-            "| tool | µs more per collective |",
-            "|---|---|",
-            *rows,
-            "",
-        ]
+    publish(
+        "attach-overhead",
+        "What the tools for anybody's job cost",
+        ("torch",),
+        f"A bare all-reduce of one rank takes {bare:.0f} µs of CPU time.",
+        table("tool | µs more per collective", rows),
     )
-    write_text(Path(__file__).with_name("attach-overhead.md"), text)
-    print(text)
 
 
 if __name__ == "__main__":

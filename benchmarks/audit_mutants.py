@@ -3,8 +3,12 @@
     python -m benchmarks.audit_mutants      # from the repository's root; writes benchmarks/audit-mutants.md
 
 A mutant is a line of course_lib/parallel and what stands there instead, on every rank of a layout of more than one.
+They are in audit_mutants.tsv: all that rules (a collective or call left out, a divisor, a factor, an index, a condition
+turned round) make of the lines that a step runs, except for those that raise an error there, and for `wait()`, whose
+lack is a race.
 """
 
+import csv
 import dataclasses
 import functools
 import inspect
@@ -14,15 +18,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.audit_mutants_lines import LINES
+from benchmarks.harness import HERE, options, publish, table
 from course_lib.audit import Layout, Subject, audit
 from course_lib.errors import CourseError
-from course_lib.system import machine
 from course_lib.training.audited_models import ModelOnEngine
-from course_lib.writing import write_text
 from tests.audit import subjects, upstream
 
-HERE = Path(__file__).parent
 TIMEOUT = 20.0
 """Seconds until ranks that wait for each other are ended; that is one way of being caught."""
 
@@ -48,7 +49,14 @@ class Mutant:
     at: int = 0
 
 
-MUTANTS = [Mutant(*line) for line in LINES]
+def read_mutants() -> list[Mutant]:
+    """Of audit_mutants.tsv, whose columns are the attributes."""
+    with (HERE / "audit_mutants.tsv").open(encoding="utf-8", newline="") as lines:
+        rows = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+        return [Mutant(**row | {"at": int(row["at"])}) for row in rows]
+
+
+MUTANTS = read_mutants()
 
 
 @functools.cache
@@ -153,25 +161,25 @@ def main() -> None:
     Raises:
         SystemExit: one that is not equivalent was not seen, or one that is called so was.
     """
+    options(__doc__)
     rows, wrong = [], []
     for mutant in MUTANTS:
         told = said(mutant)
         if bool(told) == bool(mutant.equivalent):
             wrong.append(f"{mutant}: {told or 'not seen'}")
-        text = told or f"nothing: {mutant.equivalent}"
-        cells = [cell.replace("|", "\\|") for cell in (mutant.line, mutant.instead, " ".join(text.split()))]
-        rows.append(f"| {mutant.engine} | {mutant.module} | `{cells[0]}` | `{cells[1]}` | {cells[2][:230]} |")
+        text = " ".join((told or f"nothing: {mutant.equivalent}").split())
+        rows.append((mutant.engine, mutant.module, f"`{mutant.line}`", f"`{mutant.instead}`", text[:230]))
     if wrong:
         raise SystemExit("\n".join(wrong))
     equivalent = sum(bool(mutant.equivalent) for mutant in MUTANTS)
-    text = (
-        f"# Mutants of our engines under `course audit`\n\n{machine.measured_on('torch')}\n\n"
+    publish(
+        "audit-mutants",
+        "Mutants of our engines under `course audit`",
+        ("torch",),
         f"{len(MUTANTS)} lines of `course_lib/parallel`, each changed alone, on all ranks: "
-        f"{len(MUTANTS) - equivalent} are caught, {equivalent} change no gradient, and it says nothing of them.\n\n"
-        "| engine | module | line | instead | the audit says |\n|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
+        f"{len(MUTANTS) - equivalent} are caught, {equivalent} change no gradient, and it says nothing of them.",
+        table("engine | module | line | instead | the audit says", rows),
     )
-    write_text(HERE / "audit-mutants.md", text)
-    print(text)
 
 
 if __name__ == "__main__":

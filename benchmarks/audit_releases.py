@@ -11,13 +11,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from course_lib.system import machine
-from course_lib.writing import write_text
+from benchmarks.harness import options, publish, table
 
-HERE = Path(__file__).parent
 COMMAND = ("audit", "--model", "olmoe", "--engine", "transformers")
 RELEASES: tuple[tuple[str, ...], ...] = (("transformers==5.16.0", "huggingface-hub>=1.5,<2"), ())
 """Packages of each; none: this environment's own."""
@@ -47,37 +44,35 @@ def audited(packages: tuple[str, ...], *options: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def rows(name: str, told: dict[str, Any]) -> Iterator[str]:
+def rows(name: str, told: dict[str, Any]) -> Iterator[tuple]:
     """A line of the table per layout: what agrees, and the first sentence."""
     for verdict in told["verdicts"]:
         wrong = [finding for finding in verdict["gradients"] if finding["kind"] != "equal"]
         layout = " × ".join(f"{axis}{size}" for axis, size in verdict["layout"].items())
         agree = f"{len(verdict['gradients']) - len(wrong)} of {len(verdict['gradients'])}"
-        yield (
-            f"| {name} | {layout} | {max(verdict['losses_apart']):.1e} | {agree} | "
-            f"{verdict['told'][0] if wrong else ''} |"
-        )
+        yield name, layout, f"{max(verdict['losses_apart']):.1e}", agree, verdict["told"][0] if wrong else ""
     for layout, why in (told["failed"] | told["refused"]).items():
-        yield f"| {name} | {layout} | | not run | {why.split(' (')[0]} |"
+        yield name, layout, "", "not run", why.split(" (")[0]
 
 
 def main() -> None:
     """Audit all, and write the table."""
-    lines = [
-        row
-        for packages in RELEASES
-        for row in rows(packages[0] if packages else "transformers, as pinned here", audited(packages))
-    ]
-    text = (
-        f"# Releases under `course audit`\n\n{machine.measured_on('torch', 'transformers')}\n\n"
+    options(__doc__)
+    publish(
+        "audit-releases",
+        "Releases under `course audit`",
+        ("torch", "transformers"),
         f"`course {' '.join(COMMAND)}`: a small OLMoE, two steps of AdamW beside one process. In 5.16.0 ep is its "
-        "tensor ranks, which have the same rows and share the experts. The first sentence of each is shown.\n\n"
-        "| release | layout | loss apart, relative | gradients that agree | said |\n|---|---|---|---|---|\n"
-        + "\n".join(lines)
-        + "\n"
+        "tensor ranks, which have the same rows and share the experts. The first sentence of each is shown.",
+        table(
+            "release | layout | loss apart, relative | gradients that agree | said",
+            [
+                row
+                for packages in RELEASES
+                for row in rows(packages[0] if packages else "transformers, as pinned here", audited(packages))
+            ],
+        ),
     )
-    write_text(HERE / "audit-releases.md", text)
-    print(text)
 
 
 if __name__ == "__main__":

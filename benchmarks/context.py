@@ -8,12 +8,9 @@ outputs and gradients of one process before it is timed. All live in the same ra
 through the list; a ratio is the median of the rounds' ratios. Writes benchmarks/context.md.
 """
 
-import argparse
-import statistics
-import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,15 +19,13 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from benchmarks.harness import in_turn, join_ranks, milliseconds, options, publish, ratios, seconds, spread, table
 from course_lib.launching.launch import launch
 from course_lib.metering.meter import Meter
 from course_lib.parallel.context import Method, bytes_sent, context_attention
 from course_lib.parallel.sequence_layout import SequenceLayout, next_tokens, share_of_mean
-from course_lib.system import machine
 from course_lib.training.engines.with_deepspeed import leave_shared_memory_operator_out
-from course_lib.writing import write_text
 
-HERE = Path(__file__).parent
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -123,12 +118,12 @@ SYSTEMS: dict[str, tuple[bool, Method | None, str | None]] = {
 """Whether it deals in zigzag; our method; the peer that its ratio is taken against."""
 
 
-def measure(args: argparse.Namespace) -> tuple[dict[str, dict], tuple[float, float]]:
+def measure(args: Namespace) -> tuple[dict[str, dict], tuple[float, float]]:
     """On this rank, by system: seconds of every round, bytes of a step, the largest difference from one process.
 
     And the losses of packed documents.
     """
-    dist.init_process_group("gloo")
+    join_ranks(cpu=True)
     rank, ranks, heads = dist.get_rank(), dist.get_world_size(), args.heads
     torch.manual_seed(0)
     whole = [torch.randn(args.rows, count, args.length, args.width) for count in (heads, heads, heads)]
@@ -158,22 +153,16 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, dict], tuple[float, flo
             raise RuntimeError(f"{name}: {off:.1e} off one process")
         with Meter() as meter:
             step()
-        found[name] = {"off": off, "bytes": meter.bytes_sent, "seconds": [], "pairs": layout.pairs(rank, causal=True)}
-        steps[name] = step
-    for turn in range(args.rounds):
-        for name in list(steps)[:: 1 if turn % 2 else -1]:
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(args.steps):
-                steps[name]()
-            dist.barrier()
-            found[name]["seconds"].append((time.perf_counter() - begin) / args.steps)
+        found[name] = {"off": off, "bytes": meter.bytes_sent, "pairs": layout.pairs(rank, causal=True)}
+        steps[name] = partial(seconds, step, args.steps)
+    for name, rounds in in_turn(steps, args.rounds).items():
+        found[name]["seconds"] = rounds
     losses = packed_losses(args)
     dist.destroy_process_group()
     return found, losses
 
 
-def packed_losses(args: argparse.Namespace) -> tuple[float, float]:
+def packed_losses(args: Namespace) -> tuple[float, float]:
     """Next-token loss over four documents packed into a sequence: of one process, and the sum of all ranks' shares."""
     rank, ranks, words = dist.get_rank(), dist.get_world_size(), args.width
     layout = SequenceLayout(args.length, ranks, zigzag=True)
@@ -206,13 +195,8 @@ def one_step(attention: Attention, inputs: list[Tensor], upstream: Tensor) -> li
     return [output.detach(), *(part.grad for part in inputs if part.grad is not None)]
 
 
-def table(args: argparse.Namespace, found: list[dict[str, dict]]) -> str:
-    """Markdown rows: step time, ratio to the peer, bytes, formula, balance."""
-    lines = [
-        "| attention | step, median (ms) | speed against the peer (range) | sent per rank, counted (MiB) "
-        "| by formula (MiB) | pairs of the busiest rank, share of all |",
-        "|---|---|---|---|---|---|",
-    ]
+def rows(args: Namespace, found: list[dict[str, dict]]) -> Iterator[tuple]:
+    """Of each system step time, ratio to the peer, bytes, formula, balance."""
     shape = {
         "rows": args.rows,
         "heads": args.heads,
@@ -222,51 +206,40 @@ def table(args: argparse.Namespace, found: list[dict[str, dict]]) -> str:
         "tokens": args.length // args.num_processes,
     }
     for name, (_, method, peer) in SYSTEMS.items():
-        seconds = found[0][name]["seconds"]
-        ratios = sorted(p / s for p, s in zip(found[0][peer]["seconds"], seconds, strict=True)) if peer else []
-        against = (
-            f"{statistics.median(ratios):.2f} × {peer} ({ratios[0]:.2f}–{ratios[-1]:.2f})" if peer else "1 (the peer)"
-        )
-        sent = (
-            sum(bytes_sent(method, args.num_processes, **shape, backward=back) for back in (False, True))
-            if method
-            else 0
-        )
-        formula = f"{sent / 2**20:.2f}" if method else ""
+        taken, against, formula = found[0][name]["seconds"], "1 (the peer)", ""
+        if peer:
+            against = spread(ratios(found[0][peer]["seconds"], taken), 2, f" × {peer}")
+        if method:
+            sent = (bytes_sent(method, args.num_processes, **shape, backward=back) for back in (False, True))
+            formula = f"{sum(sent) / 2**20:.2f}"
         pairs = [one[name]["pairs"] for one in found]
         busiest = "even, by heads" if "Ulysses" in name else f"{100 * max(pairs) / sum(pairs):.0f} %"
-        lines.append(
-            f"| {name} | {1000 * statistics.median(seconds):.1f} | {against} | "
-            f"{max(one[name]['bytes'] for one in found) / 2**20:.2f} | {formula} | {busiest} |"
-        )
-    return "\n".join(lines)
+        counted = max(one[name]["bytes"] for one in found) / 2**20
+        yield name, milliseconds(taken), against, f"{counted:.2f}", formula, busiest
 
 
 def main() -> None:
     """Measure on real ranks and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num_processes", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--length", type=int, default=4096, help="tokens of the whole sequence")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=1, help="steps of a system in one round")
-    args = parser.parse_args()
+    args = options(__doc__, num_processes=2, rows=1, heads=8, width=64, length=4096, rounds=12, steps=1)
     results = launch(measure, args, num_processes=args.num_processes, timeout=1800, device="cpu")
     found, (alone, shares) = [one for one, _ in results], results[0][1]
     off = max(one[name]["off"] for one in found for name in SYSTEMS)
-    text = (
-        f"# Context parallelism: cpu\n\n{machine.measured_on('torch', 'deepspeed')}\n\n"
+    publish(
+        "context",
+        "Context parallelism: cpu",
+        ("torch", "deepspeed"),
         f"{args.num_processes} ranks, one thread each unless set otherwise; {args.rows} × {args.heads} heads × "
         f"{args.length:,} tokens × {args.width}, float32, causal, forward and backward; {args.rounds} rounds of "
         f"{args.steps} steps, in turn; no round is left out. Each system's output and gradients are those of one "
-        f"process (largest difference {off:.1e}).\n\n{table(args, found)}\n\n"
+        f"process (largest difference {off:.1e}).",
+        table(
+            "attention | step, median (ms) | speed against the peer (range) | sent per rank, counted (MiB) | "
+            "by formula (MiB) | pairs of the busiest rank, share of all",
+            rows(args, found),
+        ),
         f"Next-token loss over four packed documents, ring in zigzag: {alone:.6f} on one process, {shares:.6f} as "
-        f"the sum of the ranks' shares.\n"
+        f"the sum of the ranks' shares.",
     )
-    write_text(HERE / "context.md", text)
-    print(text)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ all; a ratio is the median of the rounds' ratios. Peak memory is the meter's: mo
 communication buffers and activations of one step, a rank. Writes benchmarks/data-parallel-DEVICE.md.
 """
 
-import argparse
 import gc
 import os
 import statistics
-import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +24,18 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.harness import (
+    ON_GPUS,
+    in_turn,
+    join_ranks,
+    milliseconds,
+    options,
+    place_of_ranks,
+    publish,
+    ratios,
+    seconds,
+    table,
+)
 from course_lib.launching.launch import launch
 from course_lib.metering.meter import Meter
 from course_lib.parallel.ddp import DataParallel
@@ -32,11 +43,8 @@ from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.torch_engines.fsdp import shard_with_torch
 from course_lib.parallel.zero import Zero1, Zero2
 from course_lib.parallel.zero3 import Zero3
-from course_lib.system import machine
 from course_lib.training.engines.with_deepspeed import leave_shared_memory_operator_out
-from course_lib.writing import write_text
 
-HERE = Path(__file__).parent
 PEERS = {
     "ddp": [("ddp", "torch")],
     "zero1": [("zero1", "deepspeed")],
@@ -45,6 +53,7 @@ PEERS = {
     "fsdp": [("fsdp", "torch"), ("zero3", "deepspeed")],
 }
 """What each strategy's ratios are taken against."""
+VOCABULARY = 4096
 
 
 @dataclass
@@ -123,37 +132,27 @@ def build_system(strategy: str, engine: str, model: nn.Module, device: torch.dev
 
 
 SYSTEMS = [
-    ("ddp", "torch"),
-    ("ddp", "scratch"),
-    ("zero1", "torch"),
-    ("zero1", "deepspeed"),
-    ("zero1", "scratch"),
-    ("zero2", "torch"),
-    ("zero2", "deepspeed"),
-    ("zero2", "scratch"),
-    ("zero3", "torch"),
-    ("zero3", "deepspeed"),
-    ("zero3", "scratch"),
-    ("fsdp", "torch"),
-    ("fsdp", "scratch"),
+    (strategy, engine)
+    for strategy in PEERS
+    for engine in ("torch", "deepspeed", "scratch")
+    if engine != "deepspeed" or "zero" in strategy
 ]
 
 
-def measure(args: argparse.Namespace) -> dict[tuple[str, str], tuple[list[float], int]]:
+def model_of(args: Namespace) -> GPT2LMHeadModel:
+    """The same weights on every call."""
+    torch.manual_seed(0)
+    sizes = {"n_layer": args.layers, "n_embd": args.hidden, "n_positions": args.length}
+    return GPT2LMHeadModel(GPT2Config(n_head=4, vocab_size=VOCABULARY, **sizes))
+
+
+def measure(args: Namespace) -> dict[tuple[str, str], tuple[list[float], int]]:
     """Seconds of every round and peak bytes, by system, on this rank."""
-    rank, cuda = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available() and not args.cpu
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    device = join_ranks(args.cpu)
     os.environ["DS_ACCELERATOR"] = device.type
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
-    config = GPT2Config(n_layer=args.layers, n_embd=args.hidden, n_head=4, n_positions=args.length, vocab_size=4096)
-    systems = {}
-    for strategy, engine in SYSTEMS:
-        torch.manual_seed(0)
-        systems[strategy, engine] = build_system(strategy, engine, GPT2LMHeadModel(config).to(device), device)
+    systems = {name: build_system(*name, model_of(args).to(device), device) for name in SYSTEMS}
     torch.manual_seed(dist.get_rank())
-    ids = torch.randint(0, 4096, (args.batch_size, args.length), device=device)
+    ids = torch.randint(0, VOCABULARY, (args.batch_size, args.length), device=device)
 
     peaks = {}
     for name, system in systems.items():
@@ -163,66 +162,40 @@ def measure(args: argparse.Namespace) -> dict[tuple[str, str], tuple[list[float]
             system.step(ids)
         peaks[name] = meter.peak_total
     gc.collect()
-    seconds: dict[tuple[str, str], list[float]] = {name: [] for name in systems}
-    for turn in range(args.rounds):
-        for name, system in list(systems.items())[:: 1 if turn % 2 else -1]:
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(args.steps):
-                system.step(ids)
-            if cuda:
-                torch.cuda.synchronize()
-            dist.barrier()
-            seconds[name].append((time.perf_counter() - begin) / args.steps)
+    steps = {name: partial(seconds, partial(system.step, ids), args.steps) for name, system in systems.items()}
+    found = in_turn(steps, args.rounds)
     dist.destroy_process_group()
-    return {name: (seconds[name], peaks[name]) for name in systems}
+    return {name: (found[name], peaks[name]) for name in systems}
 
 
-def table(found: dict[tuple[str, str], tuple[list[float], int]]) -> str:
-    """Markdown rows: step time, ratio to the peer, peak memory."""
-    lines = [
-        "| strategy | engine | step, median (ms) | speed against the peer | peak memory per rank (MiB) |",
-        "|---|---|---|---|---|",
-    ]
-    for (strategy, engine), (seconds, peak) in found.items():
-        against = {
-            peer: statistics.median(p / s for p, s in zip(found[peer][0], seconds, strict=True))
+def rows(found: dict[tuple[str, str], tuple[list[float], int]]) -> Iterator[tuple]:
+    """Of each system step time, ratio to the peers, peak memory."""
+    for (strategy, engine), (taken, peak) in found.items():
+        against = [
+            f"{statistics.median(ratios(found[peer][0], taken)):.2f} × {' '.join(peer)}"
             for peer in PEERS[strategy]
             if peer != (strategy, engine)
-        }
-        shown = ", ".join(f"{ratio:.2f} × {' '.join(peer)}" for peer, ratio in against.items()) or "1 (the peer)"
-        lines.append(
-            f"| {strategy} | {engine} | {1000 * statistics.median(seconds):.1f} | {shown} | {peak / 2**20:.1f} |"
-        )
-    return "\n".join(lines)
+        ]
+        yield strategy, engine, milliseconds(taken), ", ".join(against) or "1 (the peer)", f"{peak / 2**20:.1f}"
 
 
 def main() -> None:
     """Measure on real ranks and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num_processes", type=int, default=0, help="ranks; default: all GPUs, or 2 on the CPU")
-    parser.add_argument("--cpu", action="store_true", help="keep off the GPUs")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--batch_size", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=3, help="steps of a system in one round")
-    args = parser.parse_args()
-    gpus = 0 if args.cpu else torch.cuda.device_count()
-    ranks = args.num_processes or gpus or 2
-    found = launch(measure, args, num_processes=ranks, timeout=1800, device="cuda" if gpus else "cpu")[0]
-    config = GPT2Config(n_layer=args.layers, n_embd=args.hidden, n_head=4, n_positions=args.length, vocab_size=4096)
-    size = sum(p.numel() for p in GPT2LMHeadModel(config).parameters())
-    kind = "gpu" if gpus else "cpu"
-    text = (
-        f"# Data parallel, ZeRO and FSDP: {kind}\n\n"
-        f"{machine.measured_on('torch', 'transformers', 'deepspeed')}\n\n"
-        f"{ranks} ranks, GPT-2 of {size / 1e6:.1f} M parameters, fp32, AdamW, {args.batch_size} rows of "
-        f"{args.length} tokens per rank; {args.rounds} rounds of {args.steps} steps, in turn.\n\n{table(found)}\n"
+    args = options(__doc__, **ON_GPUS, hidden=256, layers=6, length=64, batch_size=4, rounds=12, steps=3)
+    kind, place = place_of_ranks(args)
+    found = launch(measure, args, timeout=1800, **place)[0]
+    size = sum(parameter.numel() for parameter in model_of(args).parameters())
+    publish(
+        f"data-parallel-{kind}",
+        f"Data parallel, ZeRO and FSDP: {kind}",
+        ("torch", "transformers", "deepspeed"),
+        f"{place['num_processes']} ranks, GPT-2 of {size / 1e6:.1f} M parameters, fp32, AdamW, "
+        f"{args.batch_size} rows of {args.length} tokens per rank; {args.rounds} rounds of {args.steps} "
+        "steps, in turn.",
+        table(
+            "strategy | engine | step, median (ms) | speed against the peer | peak memory per rank (MiB)", rows(found)
+        ),
     )
-    write_text(HERE / f"data-parallel-{kind}.md", text)
-    print(text)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ stands that of the processor, which others on the machine do not lengthen, nor d
 benchmarks/experts.md.
 """
 
-import argparse
 import contextlib
 import io
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,21 +28,20 @@ from torch.nn import functional as F
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+from benchmarks.harness import in_turn, join_ranks, milliseconds, options, publish, ratios, seconds, spread, table
 from course_lib.launching.launch import launch
 from course_lib.metering.meter import Meter
 from course_lib.parallel.expert_dispatch import bytes_sent
 from course_lib.parallel.expert_router import TopKRouter, balance_loss, z_loss
 from course_lib.parallel.experts import Experts, MoELayer, expert_groups, keep_own_experts
-from course_lib.system import machine
 from course_lib.training.engines.with_deepspeed import leave_shared_memory_operator_out
-from course_lib.writing import write_text
 
-HERE = Path(__file__).parent
 K, FACTOR, CLOSE = 2, 1.0, 2e-5
 OURS, CAPPED = "ours, dropless", f"ours, capacity factor {FACTOR:g}"
 PEER, PEER_CAPPED = "DeepSpeed, dropless", f"DeepSpeed, capacity factor {FACTOR:g}"
 WHOLE = "Transformers' block, data parallel"
-AGAINST = {OURS: PEER, CAPPED: PEER_CAPPED, WHOLE: PEER}
+AGAINST = {OURS: PEER, PEER: "", CAPPED: PEER_CAPPED, PEER_CAPPED: "", WHOLE: PEER}
+"""The peer of each system."""
 Found = tuple[Tensor, Tensor, Tensor]
 """Output (tokens, width), the tokens' gradient, and that of this rank's down projections."""
 
@@ -60,7 +59,7 @@ class Expert(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-def weights(args: argparse.Namespace) -> tuple[TopKRouter, Experts]:
+def weights(args: Namespace) -> tuple[TopKRouter, Experts]:
     """The same on every rank and for every system."""
     torch.manual_seed(0)
     return (
@@ -69,7 +68,7 @@ def weights(args: argparse.Namespace) -> tuple[TopKRouter, Experts]:
     )
 
 
-def ours(args: argparse.Namespace, factor: float | None) -> tuple[MoELayer, Callable[[], Tensor]]:
+def ours(args: Namespace, factor: float | None) -> tuple[MoELayer, Callable[[], Tensor]]:
     """The layer, and its down projections' gradient."""
     router, experts = weights(args)
     groups = expert_groups(dist.get_world_size())
@@ -83,7 +82,7 @@ def gradient_of(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def deepspeeds(args: argparse.Namespace, factor: float | None) -> tuple[nn.Module, Callable[[], Tensor]]:
+def deepspeeds(args: Namespace, factor: float | None) -> tuple[nn.Module, Callable[[], Tensor]]:
     """The same of DeepSpeed, all of whose ranks share the experts."""
     import deepspeed
     from deepspeed.moe.layer import MoE
@@ -115,27 +114,18 @@ def deepspeeds(args: argparse.Namespace, factor: float | None) -> tuple[nn.Modul
     return layer, lambda: torch.stack([gradient_of(expert.down.weight) for expert in own])
 
 
-def transformers_block(args: argparse.Namespace) -> MixtralSparseMoeBlock:
+def transformers_block(args: Namespace) -> MixtralSparseMoeBlock:
     """Mixtral's, with all experts."""
     router, experts = weights(args)
-    block = MixtralSparseMoeBlock(
-        MixtralConfig(
-            hidden_size=args.width,
-            intermediate_size=args.inner,
-            num_local_experts=args.experts,
-            num_experts_per_tok=K,
-            experts_implementation="grouped_mm",
-        )
-    )
-    block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj = (
-        router.weight,
-        experts.gate_up_proj,
-        experts.down_proj,
-    )
+    sizes = {"hidden_size": args.width, "intermediate_size": args.inner, "num_local_experts": args.experts}
+    config = MixtralConfig(**sizes, num_experts_per_tok=K, experts_implementation="grouped_mm")
+    block = MixtralSparseMoeBlock(config)
+    block.gate.weight = router.weight
+    block.experts.gate_up_proj, block.experts.down_proj = experts.gate_up_proj, experts.down_proj
     return block
 
 
-def whole(args: argparse.Namespace) -> tuple[nn.Module, Callable[[], Tensor]]:
+def whole(args: Namespace) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Transformers' block, whose gradients are summed over the ranks."""
     block, rank, ranks = transformers_block(args), dist.get_rank(), dist.get_world_size()
 
@@ -145,9 +135,9 @@ def whole(args: argparse.Namespace) -> tuple[nn.Module, Callable[[], Tensor]]:
     return block, gradient
 
 
-def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def measure(args: Namespace) -> dict[str, dict[str, Any]]:
     """On this rank, by system: seconds of every round, bytes, difference from one process, dropped, tokens by rank."""
-    dist.init_process_group("gloo")
+    join_ranks(cpu=True)
     torch.set_num_threads(1)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     numbers = torch.Generator().manual_seed(1)
@@ -189,7 +179,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             raise RuntimeError(f"{name}: {off:.1e} off one process")
         with Meter() as meter:
             step(name)
-        found[name] = {"off": off, "bytes": meter.bytes_sent, "seconds": [], "cpu": []}
+        found[name] = {"off": off, "bytes": meter.bytes_sent, "cpu": []}
         if isinstance(layer, MoELayer):
             router = 2 * (ranks - 1) * layer.gate.weight.nbytes // ranks  # its all-reduce
             away, shape = layer.load.away, (ranks, args.experts, args.width, 4)
@@ -198,21 +188,23 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 "dropped": layer.load.dropped,
                 "worked": sum(layer.load.per_expert),
             }
-    for turn in range(args.rounds):
-        for name in list(systems)[:: 1 if turn % 2 else -1]:
-            dist.barrier()
-            begin, begin_cpu = time.perf_counter(), time.process_time()
-            for _ in range(args.steps):
-                step(name)
-            found[name]["cpu"].append((time.process_time() - begin_cpu) / args.steps)
-            dist.barrier()
-            found[name]["seconds"].append((time.perf_counter() - begin) / args.steps)
+
+    def stretch(name: str) -> None:
+        """The steps of a round; notes the processor's seconds, without those of waiting for the other ranks to end."""
+        begin = time.process_time()
+        for _ in range(args.steps):
+            step(name)
+        found[name]["cpu"].append((time.process_time() - begin) / args.steps)
+
+    stretches = {name: partial(seconds, partial(stretch, name)) for name in systems}
+    for name, taken in in_turn(stretches, args.rounds).items():
+        found[name]["seconds"] = [each / args.steps for each in taken]
     found["balance"] = balance(args, mine.detach())
     dist.destroy_process_group()
     return found
 
 
-def balance(args: argparse.Namespace, tokens: Tensor) -> dict[str, list[float]]:
+def balance(args: Namespace, tokens: Tensor) -> dict[str, list[float]]:
     """Imbalance over all ranks, as a router alone is trained for it: by the auxiliary loss, by the bias, by neither."""
     tokens, curves = tokens.flatten(0, -2), {}
     for way in ("neither", "auxiliary loss and z-loss", "bias"):
@@ -234,24 +226,14 @@ def balance(args: argparse.Namespace, tokens: Tensor) -> dict[str, list[float]]:
     return curves
 
 
-def table(found: list[dict[str, dict]]) -> str:
-    """Markdown rows: step time, processor's time, ratios to the peer, bytes, formula, dropped, and the busiest rank."""
-    lines = [
-        "| layer | step, median (ms) | speed against the peer (range) | processor's time per step, median of the "
-        "ranks' sum (ms) | its peer's by it | sent by the rank that sends most, counted "
-        "(MiB) | by formula (MiB) | copies dropped | copies that the busiest rank works on, by the mean |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+def rows(found: list[dict[str, dict]]) -> Iterator[tuple]:
+    """Of each system step time, processor's time, ratios to the peer, bytes, formula, dropped, and the busiest rank."""
     cpu = {
-        name: statistics.median(map(sum, zip(*(one[name]["cpu"] for one in found), strict=True)))
-        for name in (OURS, PEER, CAPPED, PEER_CAPPED, WHOLE)
+        name: statistics.median(map(sum, zip(*(one[name]["cpu"] for one in found), strict=True))) for name in AGAINST
     }
-    for name in (OURS, PEER, CAPPED, PEER_CAPPED, WHOLE):
-        seconds, peer = found[0][name]["seconds"], AGAINST.get(name)
-        ratios = sorted(p / s for p, s in zip(found[0][peer]["seconds"], seconds, strict=True)) if peer else []
-        against = (
-            f"{statistics.median(ratios):.2f} × {peer} ({ratios[0]:.2f}–{ratios[-1]:.2f})" if peer else "1 (the peer)"
-        )
+    for name, peer in AGAINST.items():
+        taken = found[0][name]["seconds"]
+        against = spread(ratios(found[0][peer]["seconds"], taken), 2, f" × {peer}") if peer else "1 (the peer)"
         sent = max(one[name]["bytes"] for one in found) / 2**20
         formula = dropped = busiest = ""
         if "formula" in found[0][name]:
@@ -259,49 +241,46 @@ def table(found: list[dict[str, dict]]) -> str:
             dropped = str(sum(one[name]["dropped"] for one in found))
             worked = [one[name]["worked"] for one in found]
             busiest = f"{max(worked) * len(worked) / sum(worked):.2f}"
-        lines.append(
-            f"| {name} | {1000 * statistics.median(seconds):.1f} | {against} | {1000 * cpu[name]:.1f} | "
-            f"{f'{cpu[peer] / cpu[name]:.2f}' if peer else 1} | {sent:.2f} | {formula} | "
-            f"{dropped} | {busiest} |"
-        )
-    return "\n".join(lines)
+        by_cpu = f"{cpu[peer] / cpu[name]:.2f}" if peer else "1"
+        own = milliseconds(taken), against, f"{1000 * cpu[name]:.1f}", by_cpu
+        yield name, *own, f"{sent:.2f}", formula, dropped, busiest
 
 
 def main() -> None:
     """Measure on real ranks and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num_processes", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=1024, help="of a rank")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--inner", type=int, default=512)
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=1, help="steps of a system in one round")
-    parser.add_argument("--balance_steps", type=int, default=101)
-    args = parser.parse_args()
+    sizes = {"tokens": 1024, "width": 256, "inner": 512, "experts": 8}
+    args = options(__doc__, num_processes=2, **sizes, rounds=10, steps=1, balance_steps=101)
     found = launch(measure, args, num_processes=args.num_processes, timeout=900, device="cpu")
     off = max(one[name]["off"] for one in found for name in (OURS, PEER, WHOLE))
-    curves = found[0]["balance"]
     waited = statistics.median(
-        found[0][name]["seconds"][turn] / max(1e-9, found[0][name]["cpu"][turn])
-        for name in (OURS, PEER, CAPPED, PEER_CAPPED, WHOLE)
-        for turn in range(args.rounds)
+        by_clock / max(1e-9, by_cpu)
+        for name in AGAINST
+        for by_clock, by_cpu in zip(found[0][name]["seconds"], found[0][name]["cpu"], strict=True)
     )
-    rows = "\n".join(f"| {way} | {curve[0]:.2f} | {curve[-1]:.2f} |" for way, curve in curves.items())
-    text = (
-        f"# Experts: cpu\n\n{machine.measured_on('torch', 'deepspeed', 'transformers')}\n\n"
+    publish(
+        "experts",
+        "Experts: cpu",
+        ("torch", "deepspeed", "transformers"),
         f"{args.num_processes} ranks, one thread each; {args.tokens:,} tokens per rank × {args.width}, "
         f"{args.experts} experts with {args.inner} inner numbers, {K} per token, float32, forward and backward, "
         f"gradients summed where ranks share a parameter; {args.rounds} rounds of {args.steps} steps, in turn; "
         f"no round is left out. The dropless layers' outputs and gradients are those of one process (largest "
         f"difference, by the largest number, {off:.1e}). A step takes {waited:.1f} times its own processor's time "
         f"by the clock (the median of all): what is above 1 was spent waiting, for other ranks and for others on "
-        f"the machine, and makes the clock's ratios uncertain where it is much.\n\n{table(found)}\n\n"
+        f"the machine, and makes the clock's ratios uncertain where it is much.",
+        table(
+            "layer | step, median (ms) | speed against the peer (range) | processor's time per step, median of the "
+            "ranks' sum (ms) | its peer's by it | sent by the rank that sends most, counted (MiB) | by formula (MiB) | "
+            "copies dropped | copies that the busiest rank works on, by the mean",
+            rows(found),
+        ),
         f"Choices of the busiest expert by the mean, where a router alone is trained for balance, in "
-        f"{args.balance_steps} steps:\n\n| with | before | after |\n|---|---|---|\n{rows}\n"
+        f"{args.balance_steps} steps:",
+        table(
+            "with | before | after",
+            [(way, f"{curve[0]:.2f}", f"{curve[-1]:.2f}") for way, curve in found[0]["balance"].items()],
+        ),
     )
-    write_text(HERE / "experts.md", text)
-    print(text)
 
 
 if __name__ == "__main__":

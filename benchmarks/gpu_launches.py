@@ -18,22 +18,24 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-PAIRS = (
-    "ddp:torch",
-    "ddp:scratch",
-    "zero1:torch",
-    "zero1:scratch",
-    "zero1:deepspeed",
-    "zero2:scratch",
-    "zero2:deepspeed",
-    "zero3:torch",
-    "zero3:scratch",
-    "zero3:deepspeed",
-    "fsdp:scratch",
-    "fsdp:accelerate",
-)
-OPTIONS = {
+import torch
+
+from benchmarks.harness import HERE, STEPS_ALONE, options, publish, table
+from course_lib.config import build
+from course_lib.launching.launch import launch
+from course_lib.training.callbacks import Callback
+from course_lib.training.run import build_trainer
+
+ROOT = HERE.parent
+ENGINES = {
+    "ddp": ("torch", "scratch"),
+    "zero1": ("torch", "scratch", "deepspeed"),
+    "zero2": ("scratch", "deepspeed"),
+    "zero3": ("torch", "scratch", "deepspeed"),
+    "fsdp": ("scratch", "accelerate"),
+}
+PAIRS = [f"{strategy}:{engine}" for strategy, engines in ENGINES.items() for engine in engines]
+OPTIONS = STEPS_ALONE | {
     "model": "minilm",
     "max_steps": 5,
     "max_train_samples": 80,
@@ -42,25 +44,15 @@ OPTIONS = {
     "max_length": 32,
     "dynamic_padding": False,
     "mixed_precision": "bf16",
-    "eval_steps": 0,
-    "save_steps": 0,
     "logging_steps": 100,
-    "keep_best": False,
-    "progress_bar": False,
     "watchdog": 0.0,
     "desync_check": "off",
-    "tracker": "none",
 }
 
 
 def counted(strategy: str, engine: str, folder: str) -> tuple[int, int, int]:
     """Calls in the fourth step, those of them that clip and update, and the step's host syncs; on one of the ranks."""
     import gpu_sim  # type: ignore[import-not-found]
-    import torch
-
-    from course_lib.config import build
-    from course_lib.training.callbacks import Callback
-    from course_lib.training.run import build_trainer
 
     torch.set_num_threads(1)
     config = build(OPTIONS | {"strategy": strategy, "engine": engine, "output_dir": folder})
@@ -91,22 +83,10 @@ def counted(strategy: str, engine: str, folder: str) -> tuple[int, int, int]:
 
 def measure(pairs: list[str]) -> None:
     """Count in this process's ranks, and print the numbers as JSON."""
-    import course_lib.training.run  # noqa: F401  once here, and not in every rank
-    from course_lib.launching.launch import launch
-
-    found = {}
+    found, how = {}, {"num_processes": 2, "device": "cuda", "start_method": "fork", "timeout": 600, "stream": False}
     with tempfile.TemporaryDirectory() as folder:
         for pair in pairs:
-            found[pair] = launch(
-                counted,
-                *pair.split(":"),
-                folder,
-                num_processes=2,
-                device="cuda",
-                start_method="fork",
-                timeout=600,
-                stream=False,
-            )[0]
+            found[pair] = launch(counted, *pair.split(":"), folder, **how)[0]
             print(pair, found[pair], file=sys.stderr, flush=True)
     print(json.dumps(found))
 
@@ -126,62 +106,46 @@ def measured(pairs: list[str], tree: Path) -> dict[str, list[int]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def table(now: dict[str, list[int]], before: dict[str, list[int]] | None) -> str:
-    """The numbers as Markdown; of two, the earlier first."""
-
-    def cell(pair: str, column: int) -> str:
-        return f"{before[pair][column]:,} → {now[pair][column]:,}" if before else f"{now[pair][column]:,}"
-
-    rows = [
-        "| strategy | engine | calls per step | of these in clipping and updating | host syncs per step |",
-        "|---|---|---|---|---|",
-    ]
-    for pair in now:
-        strategy, engine = pair.split(":")
-        update = cell(pair, 1) if engine != "deepspeed" else "within backward"
-        rows.append(f"| {strategy} | {engine} | {cell(pair, 0)} | {update} | {cell(pair, 2)} |")
-    return "\n".join(rows)
-
-
-def report(now: dict[str, list[int]], before: dict[str, list[int]] | None) -> str:
-    """Write gpu-launches.md; gives its table."""
-    from course_lib.system import machine
-    from course_lib.writing import write_text
-
-    numbers = table(now, before)
-    write_text(
-        ROOT / "benchmarks" / "gpu-launches.md",
-        f"""# What a step launches on a GPU
-
-{machine.measured_on("torch", "accelerate", "deepspeed")}
-
-Counted on the simulated device of tests/gpu_sim, on 2 of its GPUs; no GPU was there. A call is one operator that
-reached the device; of the operators on lists of tensors the simulation may count one per tensor, where a GPU takes one
-for many. MiniLM in bf16, 4 rows of 32 tokens per rank, one micro-batch{"; before → now" if before else ""}.
-
-{numbers}
-""",
-    )
-    return numbers
+def counted_before(pairs: list[str], revision: str) -> dict[str, list[int]]:
+    """The numbers of the package as it was."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = Path(folder) / "package.tar"
+        subprocess.run(["git", "archive", "-o", archive, revision, "course_lib"], cwd=ROOT, check=True)
+        with tarfile.open(archive) as packed:
+            packed.extractall(folder, filter="data")
+        return measured(pairs, Path(folder))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", metavar="REVISION")
-    parser.add_argument("--strategies", nargs="+", default=list(PAIRS), metavar="STRATEGY:ENGINE")
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        return measure(options.strategies)
-    before = None
-    if options.before:
-        with tempfile.TemporaryDirectory() as folder:
-            archive = Path(folder) / "package.tar"
-            subprocess.run(["git", "archive", "-o", archive, options.before, "course_lib"], cwd=ROOT, check=True)
-            with tarfile.open(archive) as packed:
-                packed.extractall(folder, filter="data")
-            before = measured(options.strategies, Path(folder))
-    print(report(measured(options.strategies, ROOT), before))
+    """Count, and write the table; of two numbers in a cell the earlier is first."""
+    args = options(
+        __doc__,
+        before={"default": None, "metavar": "REVISION"},
+        strategies={"nargs": "+", "default": PAIRS, "metavar": "STRATEGY:ENGINE"},
+        measure={"default": False, "help": argparse.SUPPRESS},
+    )
+    if args.measure:
+        return measure(args.strategies)
+    found = [counted_before(args.strategies, args.before)] if args.before else []
+    found.append(measured(args.strategies, ROOT))
+    rows = []
+    for pair in args.strategies:
+        strategy, engine = pair.split(":")
+        calls, update, syncs = (" → ".join(f"{each[pair][i]:,}" for each in found) for i in range(3))
+        rows.append((strategy, engine, calls, update if engine != "deepspeed" else "within backward", syncs))
+    publish(
+        "gpu-launches",
+        "What a step launches on a GPU",
+        ("torch", "accelerate", "deepspeed"),
+        "Counted on the simulated device of tests/gpu_sim, on 2 of its GPUs; no GPU was there. A call is one operator "
+        "that reached the device; of the operators on lists of tensors the simulation may count one per tensor, where "
+        "a GPU takes one for many. MiniLM in bf16, 4 rows of 32 tokens per rank, one micro-batch"
+        f"{'; before → now' if args.before else ''}.",
+        table(
+            "strategy | engine | calls per step | of these in clipping and updating | host syncs per step",
+            rows,
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -7,24 +7,17 @@ that arrive as late as can be (late) and at moments drawn from two seeds; or in 
 Writes benchmarks/gpu-races.md. Needs a C++ compiler.
 """
 
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from course_lib.system import machine as this_machine  # noqa: E402
-from course_lib.writing import write_text  # noqa: E402
-from tests.gpu import test_no_false_alarms as engines_test  # noqa: E402
-from tests.gpu import test_planted as planted_test  # noqa: E402
-from tests.gpu.engines import ENGINES, RANKS, alone  # noqa: E402
-from tests.gpu.machine import machine  # noqa: E402
-from tests.gpu.planted import PLANTS  # noqa: E402
+from benchmarks.harness import options, publish, table
+from tests.gpu import test_no_false_alarms as engines_test
+from tests.gpu import test_planted as planted_test
+from tests.gpu.engines import ENGINES, RANKS, alone
+from tests.gpu.machine import machine
+from tests.gpu.planted import PLANTS
 
 STRICT = {"GPU_SIM_TIMEOUT": "2", "GPU_SIM_ON_MISMATCH": "raise"}
 
 
-def planted(gpus, seeds: list[str]) -> list[str]:
+def planted(gpus, seeds: list[str]) -> list[tuple]:
     """A row per planted mistake."""
     calm = [plant for plant in PLANTS if not plant.hangs]
     together = {}
@@ -49,11 +42,11 @@ def planted(gpus, seeds: list[str]) -> list[str]:
             alarms.append(sum(len(rank[plant.name][0]) + bool(rank[plant.name][1]) for rank in good))
         what = plant.function.__doc__.strip().splitlines()[0]
         kind = f"`{plant.says}`" if plant.kind == "error" else plant.kind
-        rows.append(f"| {len(rows) + 1} | {what} | {kind} | {' / '.join(named)} | {' / '.join(map(str, alarms))} |")
+        rows.append((len(rows) + 1, what, kind, " / ".join(named), " / ".join(map(str, alarms))))
     return rows
 
 
-def sound(gpus, seeds: list[str]) -> list[str]:
+def sound(gpus, seeds: list[str]) -> list[tuple]:
     """A row per engine that is right."""
     expected, rows = alone(), []
     for name in ENGINES:
@@ -63,48 +56,32 @@ def sound(gpus, seeds: list[str]) -> list[str]:
             alarms.append(sum(len(findings) for _, findings, _ in ran))
             apart = max(apart, *(abs(a - b) / b for losses, *_ in ran for a, b in zip(losses, expected, strict=True)))
             kernels = sum(count for *_, count in ran)
-        rows.append(f"| {name} | {ranks} | {kernels} | {' / '.join(map(str, alarms))} | {apart:.0e} |")
+        rows.append((name, ranks, kernels, " / ".join(map(str, alarms)), f"{apart:.0e}"))
     return rows
 
 
 def main() -> None:
-    seeds = sys.argv[1:] or list(engines_test.SEEDS)
+    """Run all, and write the tables."""
+    seeds = options(__doc__, orders={"nargs": "*"}).orders or list(engines_test.SEEDS)
     with machine() as gpus:
         mistakes, engines = planted(gpus, seeds), sound(gpus, seeds)
-    caught = sum("**no**" not in row for row in mistakes)
-    orders = " / ".join(seeds)
-    text = "\n".join(
-        [
-            "# The race detector of the simulated GPUs",
-            "",
-            this_machine.measured_on("torch", "accelerate", "deepspeed"),
-            "",
-            "Simulated GPUs: no GPU was there. Results that nobody has waited for arrive in the orders "
-            f"{orders}: late is as late as can be; early lets them come at moments drawn from a seed, at odds of "
-            "0.3 (early-1) and 0.05 (early-2) at each kernel. Columns with several entries have one for each order.",
-            "",
-            f"## Planted mistakes: {caught} of {len(mistakes)} named by the line that makes them, in every order",
-            "",
-            "Each is tests/gpu/planted.py's function of the same words. Alarms: findings of all ranks where the same "
-            "work is done right.",
-            "",
-            "| # | mistake | found as | line named | alarms when right |",
-            "|---|---|---|---|---|",
-            *mistakes,
-            "",
-            "## Engines that are right",
-            "",
-            "One small transformer, four steps. Apart: the largest relative difference of a loss from one process on "
-            "the CPU.",
-            "",
-            "| engine | ranks | kernels of all ranks | alarms | losses apart |",
-            "|---|---|---|---|---|",
-            *engines,
-            "",
-        ]
+    caught = sum("**no**" not in named for *_, named, _ in mistakes)
+    publish(
+        "gpu-races",
+        "The race detector of the simulated GPUs",
+        ("torch", "accelerate", "deepspeed"),
+        "Simulated GPUs: no GPU was there. Results that nobody has waited for arrive in the orders "
+        f"{' / '.join(seeds)}: late is as late as can be; early lets them come at moments drawn from a seed, at odds "
+        "of 0.3 (early-1) and 0.05 (early-2) at each kernel. Columns with several entries have one for each order.",
+        f"## Planted mistakes: {caught} of {len(mistakes)} named by the line that makes them, in every order",
+        "Each is tests/gpu/planted.py's function of the same words. Alarms: findings of all ranks where the same "
+        "work is done right.",
+        table("# | mistake | found as | line named | alarms when right", mistakes),
+        "## Engines that are right",
+        "One small transformer, four steps. Apart: the largest relative difference of a loss from one process on "
+        "the CPU.",
+        table("engine | ranks | kernels of all ranks | alarms | losses apart", engines),
     )
-    write_text(ROOT / "benchmarks" / "gpu-races.md", text)
-    print(text)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Every submission holds the solutions of five exercises on ranks, graded on publi
 when half is done, and started again. Then come bombs, which have to be over within their limit and two seconds.
 """
 
-import argparse
 import csv
 import os
 import signal
@@ -20,16 +19,14 @@ from typing import Any, ClassVar
 
 import psutil
 
+from benchmarks.harness import HERE, options, publish, table
 from course_lib.grading import masters
 from course_lib.grading.hidden import solutions_folder
 from course_lib.grading.runner import grade_source
 from course_lib.grading.sandbox import Sandbox
 from course_lib.grading.tasks import TASKS
 from course_lib.grading.watch import Ended, Limits
-from course_lib.system import machine
-from course_lib.writing import write_text
 
-HERE = Path(__file__).resolve().parent
 CLI = HERE.parent / "course_lib" / "cli.py"
 CHOSEN = ("ddp.average", "ddp.bucketing", "ddp.overlap", "zero.stage1", "evaluation.gather")
 BOMBS = {
@@ -93,22 +90,9 @@ def make_hall(folder: Path, count: int) -> None:
 
 def grade(hall: Path, out: Path, jobs: int, kill_at: int | None) -> tuple[float, Peak, int]:
     """Seconds, memory and how many verdicts there are at the end; killed once there are ``kill_at``."""
-    command = [
-        sys.executable,
-        str(CLI),
-        "grade",
-        str(hall),
-        "--out",
-        str(out),
-        "--tasks",
-        ",".join(CHOSEN),
-        "--jobs",
-        str(jobs),
-        "--seed",
-        "1",
-    ]
+    command = f"--out {out} --tasks {','.join(CHOSEN)} --jobs {jobs} --seed 1"
     begin = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, CLI, "grade", hall, *command.split()], stdout=subprocess.DEVNULL)
     peak = Peak(process.pid)
     while process.poll() is None:
         if kill_at is not None and len(list(out.glob("verdicts/*/*.json"))) >= kill_at:
@@ -122,7 +106,7 @@ def grade(hall: Path, out: Path, jobs: int, kill_at: int | None) -> tuple[float,
     return time.perf_counter() - begin, peak, len(list(out.glob("verdicts/*/*.json")))
 
 
-def bombs() -> list[str]:
+def bombs() -> list[tuple]:
     """One row per bomb: how it was ended, and seconds from when the answer began until nothing was left of it."""
     rows = []
     limits = Limits(seconds=BOMB_SECONDS, memory=2 << 30)
@@ -131,17 +115,13 @@ def bombs() -> list[str]:
         seconds = Noting.ends[-1].seconds
         if verdict.points or not 0 < seconds <= BOMB_SECONDS + LATER_SECONDS:
             raise SystemExit(f"the bomb `{name}` was over after {seconds:.1f} s, with {verdict.points} points")
-        rows.append(f"| {name} | {verdict.error} | {seconds:.1f} |")
+        rows.append((name, verdict.error, f"{seconds:.1f}"))
     return rows
 
 
 def main() -> None:
     """Measure and write the table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--submissions", type=int, default=300)
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--out", type=Path, default=HERE / "grading.md")
-    args = parser.parse_args()
+    args = options(__doc__, submissions=300, jobs=len(os.sched_getaffinity(0)), out=HERE / "grading.md")
     total = args.submissions * len(CHOSEN)
     with tempfile.TemporaryDirectory() as folder:
         hall, out = Path(folder, "hall"), Path(folder, "out")
@@ -153,35 +133,30 @@ def main() -> None:
         with (out / "grades.csv").open(encoding="utf-8", newline="") as stream:
             grades = list(csv.DictReader(stream))
         full, rows = sum(row["score"] == row["max_score"] for row in grades), len(grades)
-    hourly = 3600 * total / (first + second)
-    lines = [
-        "# Grading a hall",
-        "",
-        machine.measured_on("torch"),
-        "",
+    memory = {kind: max(getattr(peak, kind) for peak in (peak_1, peak_2)) / 2**20 for kind in ("grader", "all")}
+    publish(
+        args.out,
+        "Grading a hall",
+        ("torch",),
         f"{args.submissions} submissions of {len(CHOSEN)} exercises on real ranks ({', '.join(CHOSEN)}), public and "
         f"hidden cases, {args.jobs} at a time, each in a sandbox of its own; killed (SIGKILL) after {kept} verdicts "
         "and started again.",
-        "",
-        "| what | |",
-        "|---|---|",
-        f"| gradings per hour | {hourly:,.0f} |",
-        f"| seconds, both runs | {first + second:,.0f} |",
-        f"| verdicts kept over the kill | {kept} of {kept} |",
-        f"| verdicts at the end | {done} of {total} |",
-        f"| learners' lessons with full points | {full} of {rows} |",
-        f"| the grader's own memory at most, MiB | {max(peak_1.grader, peak_2.grader) / 2**20:,.0f} |",
-        f"| with all sandboxes, MiB | {max(peak_1.all, peak_2.all) / 2**20:,.0f} |",
-        "",
+        table(
+            "what | ",
+            [
+                ("gradings per hour", f"{3600 * total / (first + second):,.0f}"),
+                ("seconds, both runs", f"{first + second:,.0f}"),
+                ("verdicts kept over the kill", f"{kept} of {kept}"),
+                ("verdicts at the end", f"{done} of {total}"),
+                ("learners' lessons with full points", f"{full} of {rows}"),
+                ("the grader's own memory at most, MiB", f"{memory['grader']:,.0f}"),
+                ("with all sandboxes, MiB", f"{memory['all']:,.0f}"),
+            ],
+        ),
         f"Bombs, under a limit of {BOMB_SECONDS:g} s and 2 GiB: seconds from when the answer began until nothing was "
         "left of it.",
-        "",
-        "| bomb | ended by | seconds |",
-        "|---|---|---|",
-        *bombs(),
-    ]
-    write_text(args.out, "\n".join(lines) + "\n")
-    print("\n".join(lines))
+        table("bomb | ended by | seconds", bombs()),
+    )
 
 
 if __name__ == "__main__":

@@ -5,18 +5,17 @@
 The hosts are network namespaces of this machine. Writes benchmarks/hosts.md where it ran all of them.
 """
 
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
-from course_lib.system import machine
-from course_lib.writing import write_text
+from benchmarks.harness import HERE, options, publish, seconds, table
 from testing.virtual_hosts import Host, hosts
 
-HERE = Path(__file__).resolve().parent
 CLI = HERE.parent / "course_lib" / "cli.py"
 ROWS, STEPS = 12, 6
 COMMON: dict[str, object] = {
@@ -45,105 +44,67 @@ STRATEGIES: dict[str, tuple[dict[str, object], int]] = {  # options, ranks of a 
 }
 
 
-def accelerate(head: Host, i: int, count: int, each: int) -> list[str]:
-    """The line for host i."""
-    return [
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_machines",
-        str(count),
-        "--num_processes",
-        str(count * each),
-        "--machine_rank",
-        str(i),
-        "--main_process_ip",
-        head.address,
-        "--main_process_port",
-        "29500",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-    ]
+LAUNCHERS = {
+    "accelerate launch": "accelerate.commands.launch --multi_gpu --num_machines {hosts} --num_processes {ranks} "
+    "--machine_rank {host} --main_process_ip {address} --main_process_port 29500 --mixed_precision no "
+    "--dynamo_backend no",
+    "torchrun": "torch.distributed.run --nnodes {hosts} --nproc_per_node {each} --rdzv_backend c10d "
+    "--rdzv_endpoint {name}:29400 --rdzv_id run",
+}
+"""The line for each host; the address and the name are the first one's."""
 
 
-def torchrun(head: Host, i: int, count: int, each: int) -> list[str]:
-    """The line for any host."""
-    return [
-        "torch.distributed.run",
-        "--nnodes",
-        str(count),
-        "--nproc_per_node",
-        str(each),
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        f"{head.name}:29400",
-        "--rdzv_id",
-        "run",
-    ]
-
-
-LAUNCHERS = {"accelerate launch": accelerate, "torchrun": torchrun}
-
-
-def cell(used: tuple[Host, ...], launcher: str, strategy: str) -> str:
-    """Train once, and give the row of the table."""
-    options, each = STRATEGIES[strategy]
-    with tempfile.TemporaryDirectory() as folder:
-        leaves = [f"--{name}={value}" for name, value in (COMMON | options | {"output_dir": f"{folder}/run"}).items()]
-        began, started = time.perf_counter(), []
-        for i, host in enumerate(used):
-            line = LAUNCHERS[launcher](used[0], i, len(used), each)
-            started.append(
-                host.popen(
-                    [sys.executable, "-m", *line, str(CLI), "train", *leaves],
-                    env=host.environment | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
+def train(used: tuple[Host, ...], launcher: str, each: int, run: dict[str, object]) -> None:
+    """Start a launcher on every host, and wait for their ends."""
+    arguments = [str(CLI), "train", *(f"--{name}={value}" for name, value in run.items())]
+    head, started = used[0], []
+    for i, host in enumerate(used):
+        line = LAUNCHERS[launcher].format(
+            hosts=len(used), ranks=len(used) * each, each=each, host=i, address=head.address, name=head.name
+        )
+        started.append(
+            host.popen(
+                [sys.executable, "-m", *line.split(), *arguments],
+                env=host.environment | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
             )
-        said = [process.communicate(timeout=600)[1] for process in started]
-        if any(process.returncode for process in started):
-            raise SystemExit(f"{launcher}, {strategy} on {len(used)} hosts failed:\n" + "\n".join(said))
+        )
+    said = [process.communicate(timeout=600)[1] for process in started]
+    if any(process.returncode for process in started):
+        raise SystemExit(f"{launcher} on {len(used)} hosts failed:\n" + "\n".join(said))
+
+
+def row(used: tuple[Host, ...], launcher: str, strategy: str) -> tuple:
+    """Train once, and give the row of the table."""
+    more, each = STRATEGIES[strategy]
+    with tempfile.TemporaryDirectory() as folder:
+        run = COMMON | more | {"output_dir": f"{folder}/run"}
+        taken = seconds(partial(train, used, launcher, each, run))
         summary = json.loads(Path(folder, "run", "summary.json").read_text(encoding="utf-8"))
-    return (
-        f"| {strategy} | {launcher} | {len(used)} × {each} | {summary['world_size']} | "
-        f"{summary['train']['final_loss']:.4f} | {time.perf_counter() - began:.0f} |"
-    )
+    loss = f"{summary['train']['final_loss']:.4f}"
+    return strategy, launcher, f"{len(used)} × {each}", summary["world_size"], loss, f"{taken:.0f}"
 
 
-def main(wanted: list[str]) -> None:
-    """Run the cells whose name holds a word of ``wanted``, or all."""
+def main() -> None:
+    """Run the cells whose name holds a word that was given, or all."""
+    wanted = options(__doc__, wanted={"nargs": "*", "metavar": "PART OF A NAME"}).wanted
     rows = []
     with hosts(3) as made:
-        for strategy in STRATEGIES:
-            for launcher in LAUNCHERS:
-                for count in (2, 3):
-                    if not wanted or any(word in f"{strategy} {launcher} {count}" for word in wanted):
-                        rows.append(cell(made[:count], launcher, strategy))
-                        print(rows[-1], flush=True)
+        for strategy, launcher, count in itertools.product(STRATEGIES, LAUNCHERS, (2, 3)):
+            if not wanted or any(word in f"{strategy} {launcher} {count}" for word in wanted):
+                rows.append(row(made[:count], launcher, strategy))
+                print(*rows[-1], sep=" | ", flush=True)
     if not wanted:
-        write_text(
-            HERE / "hosts.md",
-            "\n".join(
-                [
-                    "# Strategies across hosts",
-                    "",
-                    machine.measured_on("torch", "accelerate", "deepspeed"),
-                    "",
-                    "Hosts are network namespaces of one machine, so the seconds, imports included, are of all on "
-                    "its cores.",
-                    "",
-                    "| strategy | launcher | hosts × ranks | ranks in the run | last loss | seconds |",
-                    "|" + "---|" * 6,
-                    *rows,
-                ]
-            )
-            + "\n",
+        publish(
+            "hosts",
+            "Strategies across hosts",
+            ("torch", "accelerate", "deepspeed"),
+            "Hosts are network namespaces of one machine, so the seconds, imports included, are of all on its cores.",
+            table("strategy | launcher | hosts × ranks | ranks in the run | last loss | seconds", rows),
         )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -7,7 +7,6 @@ Writes benchmarks/load-PART.md for each of steps, rows and comparison; about an 
 tokenizing the rows.
 """
 
-import argparse
 import ctypes
 import gc
 import json
@@ -18,7 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from benchmarks.harness import HERE, STEPS_ALONE, options, publish, table
 from course_lib.config import build
 from course_lib.launching.launch import launch
-from course_lib.system import machine
 from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.guards import guards
 from course_lib.training.run import build_trainer
-from course_lib.writing import write_text
 
-HERE = Path(__file__).resolve().parent
 MIB = 2**20
 AT_ONCE = {
     "ARROW_DEFAULT_MEMORY_POOL": "system",
@@ -46,7 +44,7 @@ AT_ONCE = {
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
 """The environment of a process whose allocators give back at once what is freed: its memory is what is in use."""
-TINY = {
+TINY = STEPS_ALONE | {
     "model": "tiny-bert",
     "training_type": "accelerated",
     "device": "cpu",
@@ -55,13 +53,8 @@ TINY = {
     "max_length": 8,
     "batch_size": 2,
     "logging_steps": 50,
-    "progress_bar": False,
-    "eval_steps": 250,
-    "save_steps": 250,
-    "save_total_limit": 1,
-    "keep_best": False,
-    "tracker": "none",
 }
+KEEPING = {"eval_steps": 250, "save_steps": 250, "save_total_limit": 1}
 
 
 def smallest_model(folder: Path) -> str:
@@ -115,14 +108,14 @@ def train(
     folder: str,
     steps: int,
     every: int,
-    options: dict[str, Any],
+    changed: dict[str, Any],
     look: Callable[[], tuple[int, ...]] = held,
     more: Sequence[Callback] = (),
 ) -> list[tuple[int, ...]]:
     """Many steps of a tiny model on this rank, evaluations and checkpoints among them; what was held when."""
     torch.set_num_threads(1)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    config = build(TINY | {"output_dir": folder, "max_steps": steps} | options)
+    config = build(TINY | KEEPING | {"output_dir": folder, "max_steps": steps} | changed)
     notes = Holdings(every, look)
     trainer = build_trainer(config, [*guards(config), *more, notes])[0]
     trainer.train()
@@ -251,19 +244,8 @@ def comparison_seconds(check: str, steps: int) -> tuple[float, float]:
     from course_lib.training.callbacks.desync import AgreementCheck
 
     with tempfile.TemporaryDirectory() as folder:
-        config = build(
-            TINY
-            | {
-                "model": "minilm",
-                "output_dir": folder,
-                "max_steps": steps,
-                "desync_check": check,
-                "max_length": 64,
-                "batch_size": 8,
-                "eval_steps": 0,
-                "save_steps": 0,
-            }
-        )
+        larger = {"model": "minilm", "max_length": 64, "batch_size": 8, "output_dir": folder}
+        config = build(TINY | larger | {"max_steps": steps, "desync_check": check})
         taken: list[float] = []
 
         class Timed(AgreementCheck):
@@ -281,62 +263,54 @@ def comparison_seconds(check: str, steps: int) -> tuple[float, float]:
         return phases, statistics.median(taken[1:])
 
 
-def steps(args: argparse.Namespace) -> list[str]:
+def steps(args: Namespace) -> Iterator[str]:
     """What many steps leave behind."""
-    lines = [
+    yield (
         f"{args.steps:,} steps of a BERT of one layer on 2 ranks, an evaluation and a checkpoint every 250; least "
-        "squares over the second half.",
-        "",
-        "| rank | bytes per step | files | threads | processes |",
-        "|---|---|---|---|---|",
-    ]
+        "squares over the second half."
+    )
     with tempfile.TemporaryDirectory() as folder:
-        options = {"model": smallest_model(Path(folder, "model"))}
+        changed = {"model": smallest_model(Path(folder, "model"))}
         seen = launch(
-            train, str(Path(folder, "run")), args.steps, 50, options, num_processes=2, timeout=7200, stream=False
+            train, str(Path(folder, "run")), args.steps, 50, changed, num_processes=2, timeout=7200, stream=False
         )
-    for rank, each in enumerate(seen):
-        found = slopes(each, args.steps // 2)
-        lines.append(
-            f"| {rank} | {found.memory:.0f} | {found.files:.4f} | {found.threads:.4f} | {found.processes:.4f} |"
-        )
-    return lines
+    found = [slopes(of_rank, args.steps // 2) for of_rank in seen]
+    yield table(
+        "rank | bytes per step | files | threads | processes",
+        [
+            (rank, f"{of.memory:.0f}", f"{of.files:.4f}", f"{of.threads:.4f}", f"{of.processes:.4f}")
+            for rank, of in enumerate(found)
+        ],
+    )
 
 
-def rows(args: argparse.Namespace) -> list[str]:
+def rows(args: Namespace) -> Iterator[str]:
     """What many rows need."""
-    lines = [
+    yield (
         "Peak of memory that no file backs, above that of a process which has imported everything, in MiB, by "
         "phase; each in a process of its own with an empty cache. One Parquet file; a tenth of its rows is cut "
         "off as the validation split. *In use* is what is allocated, measured with allocators that give back at "
         "once what is freed; *taken* is what a process has from the system with the usual ones, which keep some "
-        "of it to be used again.",
-        "",
-        "| memory | task | rows | text | load | tokenize | 2,000 batches |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        "of it to be used again."
+    )
+    found = []
     for memory, environment in {"in use": AT_ONCE, "taken": {}}.items():
         for task in ("classification", "causal_lm"):
             for count in (args.rows // 10, args.rows):
                 size, peaks = streamed(count, task, environment)
-                shown = " | ".join(f"{peak:.0f}" for peak in peaks.values())
-                lines.append(f"| {memory} | {task} | {count:,} | {size:.0f} | {shown} |")
-                print(lines[-1], flush=True)
-    return lines
+                found.append((memory, task, f"{count:,}", *(f"{mib:.0f}" for mib in (size, *peaks.values()))))
+                print(*found[-1], sep=" | ", flush=True)
+    yield table("memory | task | rows | text | load | tokenize | 2,000 batches", found)
 
 
-def comparison(args: argparse.Namespace) -> list[str]:
+def comparison(args: Namespace) -> Iterator[str]:
     """What comparing the ranks costs."""
-    lines = [
-        "MiniLM on 2 ranks, 8 rows of at most 64 tokens each.",
-        "",
-        "| hash | step, ms | comparison, ms | share at every 100 steps |",
-        "|---|---|---|---|",
-    ]
+    yield "MiniLM on 2 ranks, 8 rows of at most 64 tokens each."
+    found = []
     for check in ("sampled", "full"):
         step, compared = launch(comparison_seconds, check, 30, num_processes=2, timeout=600, stream=False)[0]
-        lines.append(f"| {check} | {step * 1000:.1f} | {compared * 1000:.2f} | {compared / step:.3f} % |")
-    return lines
+        found.append((check, f"{step * 1000:.1f}", f"{compared * 1000:.2f}", f"{compared / step:.3f} %"))
+    yield table("hash | step, ms | comparison, ms | share at every 100 steps", found)
 
 
 PARTS = {"steps": steps, "rows": rows, "comparison": comparison}
@@ -344,17 +318,12 @@ PARTS = {"steps": steps, "rows": rows, "comparison": comparison}
 
 def main() -> None:
     """Measure, and write a table of each part."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; all of them unless named")
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--rows", type=int, default=10_000_000)
-    args = parser.parse_args()
+    which = {"nargs": "*", "metavar": "part", "help": f"{', '.join(PARTS)}; all of them unless named"}
+    args = options(__doc__, parts=which, steps=10_000, rows=10_000_000)
     if unknown := set(args.parts) - set(PARTS):
-        parser.error(f"no part {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
+        raise SystemExit(f"no part {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
     for part in args.parts or PARTS:
-        text = "\n".join([f"# Load: {part}", "", machine.measured_on("torch", "datasets"), "", *PARTS[part](args), ""])
-        write_text(HERE / f"load-{part}.md", text)
-        print(text, flush=True)
+        publish(f"load-{part}", f"Load: {part}", ("torch", "datasets"), *PARTS[part](args))
 
 
 if __name__ == "__main__":

@@ -5,72 +5,52 @@
 Steps with and without take turns, so that both meet the same machine; the ratio is the median over the pairs.
 """
 
-import argparse
-import contextlib
 import statistics
-import time
-from pathlib import Path
+from functools import partial
 
-import torch.distributed as dist
-from small_gpt2 import BATCH, ENGINES, TOKENS, training
-
+from benchmarks.harness import in_turn, join_ranks, milliseconds, options, publish, ratios, seconds, table
+from benchmarks.small_gpt2 import BATCH, ENGINES, TOKENS, training
 from course_lib.launching.launch import launch
 from course_lib.metering.meter import Meter
-from course_lib.system import machine
-from course_lib.writing import write_text
 
 
-def measure(engine: str, width: int, pairs: int) -> tuple[list[float], list[float], int]:
+def measure(engine: str, width: int, pairs: int) -> tuple[dict[str, list[float]], int]:
     """Seconds of each step without and with, and how many collectives a step has."""
-    dist.init_process_group("gloo")
+    join_ranks(cpu=True)
     model, optimizer, train = training(engine, width)
 
-    def step(context: contextlib.AbstractContextManager) -> float:
-        dist.barrier()
-        with context:
-            start = time.perf_counter()
-            train()
-            dist.barrier()
-            return time.perf_counter() - start
+    def metered() -> float:
+        with Meter(model, optimizer):
+            return seconds(train)
 
-    for _ in range(3):
-        step(contextlib.nullcontext())
-    step(Meter(model, optimizer))
-    without, with_meter = [], []
-    for _ in range(pairs):
-        without.append(step(contextlib.nullcontext()))
-        meter = Meter(model, optimizer)
-        with_meter.append(step(meter))
-    return without, with_meter, len(meter.collectives)
+    found = in_turn({"without": partial(seconds, train), "with": metered}, pairs, warm_up=3)
+    with Meter(model, optimizer) as meter:
+        train()
+    return found, len(meter.collectives)
 
 
 def main() -> None:
     """Measure on real ranks, and write benchmarks/meter-overhead.md."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=40)
-    options = parser.parse_args()
-    lines = [
-        "| engine | width | collectives per step | without (ms) | with (ms) | ratio, median of pairs |",
-        "|---|---|---|---|---|---|",
-    ]
+    args = options(__doc__, ranks=2, pairs=40)
+    rows = []
     for engine in ENGINES:
         for width in (64, 256):
-            without, with_meter, collectives = launch(
-                measure, engine, width, options.pairs, num_processes=options.ranks, timeout=300, stream=False
+            found, collectives = launch(
+                measure, engine, width, args.pairs, num_processes=args.ranks, timeout=300, stream=False
             )[0]
-            ratio = statistics.median(b / a for a, b in zip(without, with_meter, strict=True))
-            lines.append(
-                f"| {engine} | {width} | {collectives} | {statistics.median(without) * 1e3:.1f} | "
-                f"{statistics.median(with_meter) * 1e3:.1f} | {ratio:.2f} |"
-            )
-    table = "\n".join(lines)
-    text = (
-        f"# What the meter costs\n\n{machine.measured_on('torch')}\n\n{options.ranks} ranks over gloo, GPT-2 of 4 "
-        f"layers, {BATCH} rows of {TOKENS} tokens per rank, {options.pairs} pairs of steps.\n\n{table}\n"
+            ratio = statistics.median(ratios(found["with"], found["without"]))
+            rows.append((engine, width, collectives, *map(milliseconds, found.values()), f"{ratio:.2f}"))
+    publish(
+        "meter-overhead",
+        "What the meter costs",
+        ("torch",),
+        f"{args.ranks} ranks over gloo, GPT-2 of 4 layers, {BATCH} rows of {TOKENS} tokens per rank, {args.pairs} "
+        "pairs of steps.",
+        table(
+            "engine | width | collectives per step | without (ms) | with (ms) | ratio, median of pairs",
+            rows,
+        ),
     )
-    write_text(Path(__file__).parent / "meter-overhead.md", text)
-    print(text)
 
 
 if __name__ == "__main__":

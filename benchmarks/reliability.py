@@ -12,7 +12,6 @@ followed by a new start from the newest checkpoint. Each writes its table, bench
 shows one of a handful of cases instead.
 """
 
-import argparse
 import contextlib
 import importlib
 import itertools
@@ -23,8 +22,9 @@ import signal
 import threading
 import time
 import warnings
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,26 +34,23 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from benchmarks.harness import options, publish, table
 from course_lib.parallel.sharding import Shard
-from course_lib.system import machine
 from course_lib.training.checkpoints import checkpoint, safetensors_tree, sharded
 from course_lib.writing import write_text
 from testing import fault_injection
 from testing.fault_injection import FAULTS, PHASES, TRAINERS, FaultCase, Result
 
-HERE = Path(__file__).parent
 ELEMENTS = 200_000
 KILLS_PER_HOUR = 120
 
 
-def publish(args: argparse.Namespace, part: str, *paragraphs: str) -> None:
-    """Write one part's table; a quick one is shown and not kept."""
-    about = machine.measured_on("torch", "transformers", "deepspeed")
-    text = "\n\n".join([f"# Reliability: {part}", about, *paragraphs])
+def keep(args: Namespace, part: str, *paragraphs: str) -> None:
+    """Write one part's page; a quick one is shown and not kept."""
     if args.quick:
-        print(text, flush=True)
+        print(*paragraphs, sep="\n\n", flush=True)
     else:
-        write_text(HERE / f"reliability-{part}.md", f"{text}\n")
+        publish(f"reliability-{part}", f"Reliability: {part}", ("torch", "transformers", "deepspeed"), *paragraphs)
 
 
 @dataclass(frozen=True)
@@ -169,34 +166,27 @@ def cut(draw: random.Random, whole: bytes) -> bytes:
     return whole[: draw.randrange(len(whole))]
 
 
-def storage(args: argparse.Namespace) -> None:
+def storage(args: Namespace) -> None:
     """Kills, flips and truncations."""
     for known in ("torch.distributed is disabled", "Detected an existing checkpoint"):  # both are meant
         warnings.filterwarnings("ignore", message=known)
-    lines = [
-        "| checkpoints | unloadable after SIGKILL | flipped bits not noticed | truncations not noticed |",
-        "|---|---|---|---|",
-    ]
-    for system, counts in (
+    rows = []
+    for system, (kills, flips, cuts) in (
         (OURS, (30, 50, 20) if args.quick else (1000, 1000, 200)),
         (ONE_FOLDER, (20, 20, 10) if args.quick else (60, 200, 60)),
     ):
-        kills, flips, cuts = counts
-        lines.append(
-            f"| {system.name} | {unloadable(system, kills)} of {kills} | "
-            f"{unnoticed(system, flipped, flips)} of {flips} | {unnoticed(system, cut, cuts)} of {cuts} |"
-        )
-        print(lines[-1], flush=True)
-    size = 4 * ELEMENTS / 2**20
-    publish(
+        lost = f"{unloadable(system, kills)} of {kills}"
+        bits, ends = unnoticed(system, flipped, flips), unnoticed(system, cut, cuts)
+        rows.append((system.name, lost, f"{bits} of {flips}", f"{ends} of {cuts}"))
+    keep(
         args,
         "storage",
-        f"{size:.1f} MiB saved in a loop, each kill at a random moment of four savings.",
-        "\n".join(lines),
+        f"{4 * ELEMENTS / 2**20:.1f} MiB saved in a loop, each kill at a random moment of four savings.",
+        table("checkpoints | unloadable after SIGKILL | flipped bits not noticed | truncations not noticed", rows),
     )
 
 
-def runs(args: argparse.Namespace) -> None:
+def runs(args: Namespace) -> None:
     """Every case, in one table by trainer and fault."""
     faults, phases, seeds = list(FAULTS), list(PHASES), range(args.seeds)
     if args.quick:
@@ -211,34 +201,38 @@ def runs(args: argparse.Namespace) -> None:
     for slow in ("deepspeed", "mlflow", "torch._inductor.compile_fx"):  # once here, and not on each rank of each run
         importlib.import_module(slow)
     if found:  # and perhaps nothing is left to run
-        publish(args, "runs", about, table(found))
+        keep(args, "runs", about, table(RUNS, of_runs(found)))
     for result in fault_injection.matrix(args.trainers, faults, phases, seeds, {each.case for each in found}):
         found.append(result)
         print(result, flush=True)
         if args.journal:
             write_text(args.journal, "".join(f"{json.dumps(asdict(each))}\n" for each in found))
-        publish(args, "runs", about, table(found))
+        keep(args, "runs", about, table(RUNS, of_runs(found)))
 
 
-def table(found: list[Result]) -> str:
+RUNS = (
+    "trainer | fault | runs broken | gone on | hangs | steps lost beyond the last checkpoint | wrong resumes | "
+    "most steps made twice | the broken runs ended by"
+)
+
+
+def of_runs(found: list[Result]) -> Iterator[tuple]:
     """Counts by trainer and fault, and their sum."""
-    lines = [
-        "| trainer | fault | runs broken | gone on | hangs | steps lost beyond the last checkpoint | wrong "
-        "resumes | most steps made twice | the broken runs ended by |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in found:
         groups.setdefault((result.case.trainer, result.case.fault), []).append(result)
-    for (trainer, fault), results in [*groups.items(), (("all", "all"), found)]:
+    for group, results in [*groups.items(), (("all", "all"), found)]:
         endings = Counter(result.ending for result in results).most_common()
-        lines.append(
-            f"| {trainer} | {fault} | {sum(r.struck for r in results)} of {len(results)} | "
-            f"{sum(r.finished for r in results)} | {sum(r.hung for r in results)} | "
-            f"{sum(r.lost for r in results)} | {sum(r.finished and not r.equal for r in results)} | "
-            f"{max(r.redone for r in results)} | {', '.join(f'{name} {count}' for name, count in endings)} |"
+        yield (
+            *group,
+            f"{sum(r.struck for r in results)} of {len(results)}",
+            sum(r.finished for r in results),
+            sum(r.hung for r in results),
+            sum(r.lost for r in results),
+            sum(r.finished and not r.equal for r in results),
+            max(r.redone for r in results),
+            ", ".join(f"{name} {count}" for name, count in endings),
         )
-    return "\n".join(lines)
 
 
 class Killer(threading.Thread):
@@ -266,20 +260,12 @@ def calm_seconds(case: FaultCase, folder: Path, options: dict[str, object]) -> f
     return time.perf_counter() - begin
 
 
-def goodput(args: argparse.Namespace) -> None:
+def goodput(args: Namespace) -> None:
     """The same run with and without kills."""
     steps = 100 if args.quick else args.steps
-    more = {
-        "max_steps": steps,
-        "num_epochs": 10**6,
-        "save_steps": args.save_steps,
-        "eval_steps": 0,
-        "logging_steps": 40,
-    }
-    lines = [
-        "| trainer | steps | undisturbed | with kills | kills | starts | goodput | final weights |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    never = {"eval_steps": 0, "num_epochs": 10**6, "logging_steps": 40}
+    more = never | {"max_steps": steps, "save_steps": args.save_steps}
+    rows = []
     for trainer in args.trainers[-1:] if args.quick else args.trainers:
         case = FaultCase(trainer, "none", "none", 0)
         with TemporaryDirectory() as place:
@@ -295,37 +281,45 @@ def goodput(args: argparse.Namespace) -> None:
             seconds = time.perf_counter() - begin
             calm.append(calm_seconds(case, Path(place, "after"), more))
             equal = len({fault_injection.digest(Path(place, each)) for each in ("before", "killed", "after")}) == 1
-        lines.append(
-            f"| {trainer} | {steps} | {calm[0]:.0f} s, {calm[1]:.0f} s | {seconds:.0f} s | {killer.kills} | "
-            f"{starts} | {100 * sum(calm) / 2 / seconds:.0f} % | "
-            f"{'equal to the bit' if equal else 'DIFFERENT'} |"
+        rows.append(
+            (
+                trainer,
+                steps,
+                ", ".join(f"{each:.0f} s" for each in calm),
+                f"{seconds:.0f} s",
+                killer.kills,
+                starts,
+                f"{100 * sum(calm) / 2 / seconds:.0f} %",
+                "equal to the bit" if equal else "DIFFERENT",
+            )
         )
-        print(lines[-1], flush=True)
-        publish(
+        keep(
             args,
             "goodput",
             f"{KILLS_PER_HOUR} kills per hour on average, at random moments of a random rank; a "
             f"new start is a fork of a process that has imported everything. A checkpoint every {args.save_steps} "
             "steps. Undisturbed: the same run, with as many checkpoints, before and after. Goodput: the mean of "
             "its times by that with kills.",
-            "\n".join(lines),
+            table("trainer | steps | undisturbed | with kills | kills | starts | goodput | final weights", rows),
         )
 
 
 def main() -> None:
     """Run the parts that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("storage", "runs", "goodput"))
-    parser.add_argument("--quick", action="store_true", help="a handful of each")
-    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=list(TRAINERS))
-    parser.add_argument("--seeds", type=int, default=4, help="runs of every fault in every phase of a trainer")
-    parser.add_argument("--journal", type=Path, help="results of `runs` as JSON lines: a stopped run goes on there")
-    parser.add_argument("--steps", type=int, default=6000, help="steps of a goodput run")
-    parser.add_argument("--save_steps", type=int, default=10, help="steps between two checkpoints of a goodput run")
-    args = parser.parse_args()
+    parts = {"storage": storage, "runs": runs, "goodput": goodput}
+    args = options(
+        __doc__,
+        parts={"nargs": "+", "choices": list(parts)},
+        quick={"default": False, "help": "a handful of each"},
+        trainers={"nargs": "+", "choices": TRAINERS, "default": list(TRAINERS)},
+        seeds={"default": 4, "help": "runs of every fault in every phase of a trainer"},
+        journal={"default": None, "type": Path, "help": "results of `runs` as JSON lines: a stopped run goes on there"},
+        steps={"default": 6000, "help": "steps of a goodput run"},
+        save_steps={"default": 10, "help": "steps between two checkpoints of a goodput run"},
+    )
     torch.set_num_threads(1)
     for part in args.parts:
-        {"storage": storage, "runs": runs, "goodput": goodput}[part](args)
+        parts[part](args)
 
 
 if __name__ == "__main__":

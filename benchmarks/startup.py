@@ -12,12 +12,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from course_lib.system import machine
-from course_lib.writing import write_text
+from benchmarks.harness import HERE, in_turn, options, publish, table
 
-HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 REPEATS = 3
 TWO_STEPS = (
@@ -51,7 +51,7 @@ def cpu_seconds(command: list[str], folder: Path) -> float:
     """User and system seconds of a command and of all processes below it that it waited for."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        command,
+        [sys.executable, *command],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -63,51 +63,10 @@ def cpu_seconds(command: list[str], folder: Path) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def main() -> None:
-    """Measure and write the tables."""
-    checkouts = [ROOT] if len(sys.argv) < 2 else [Path(sys.argv[1]).resolve(), ROOT]
-    for checkout in checkouts:
-        subprocess.run([sys.executable, "-m", "compileall", "-q", "course_lib"], cwd=checkout, check=True)
-    with tempfile.TemporaryDirectory() as out:
-        ours = {
-            what: [[sys.executable, "course_lib/cli.py", *line.format(out=out).split()]]
-            for what, line in COMMANDS.items()
-        }
-        ours["`import course_lib.training.run`"] = [[sys.executable, "-c", "import course_lib.training.run"]]
-        taken = {
-            what: [
-                statistics.median(column)
-                for column in zip(
-                    *([cpu_seconds(command, checkout) for checkout in checkouts] for _ in range(REPEATS)), strict=True
-                )
-            ]
-            for what, (command,) in ours.items()
-        }
-        peers = {
-            what: statistics.median(cpu_seconds([sys.executable, "-c", code], ROOT) for _ in range(REPEATS))
-            for what, code in PEERS.items()
-        }
-    head = "| CPU-seconds of | now |" if len(checkouts) == 1 else f"| CPU-seconds of | {revision(checkouts[0])} | now |"
-    rule = "|---" * (len(checkouts) + 1) + "|"
-    rows = [f"| {what} | " + " | ".join(f"{each:.2f}" for each in found) + " |" for what, found in taken.items()]
-    text = (
-        "\n".join(
-            [
-                f"# Starting\n\n{machine.measured_on('torch', 'transformers', 'accelerate', 'datasets')}\n",
-                f"User and system seconds of a command with all its processes, medians of {REPEATS}.\n",
-                head,
-                rule,
-                *rows,
-                "\nWhat cannot be avoided, or is what others pay:\n",
-                "| CPU-seconds of | |",
-                "|---|---|",
-                *(f"| {what} | {found:.2f} |" for what, found in peers.items()),
-            ]
-        )
-        + "\n"
-    )
-    write_text(HERE / "startup.md", text)
-    print(text)
+def in_rounds(columns: Sequence[Callable[[], float]]) -> list[str]:
+    """Medians of what takes turns."""
+    found = in_turn(dict(enumerate(columns)), REPEATS)
+    return [f"{statistics.median(values):.2f}" for values in found.values()]
 
 
 def revision(checkout: Path) -> str:
@@ -115,6 +74,31 @@ def revision(checkout: Path) -> str:
     return subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True
     ).stdout.strip()
+
+
+def main() -> None:
+    """Measure and write the tables."""
+    folder = options(__doc__, folder={"nargs": "?", "type": Path, "metavar": "FOLDER"}).folder
+    checkouts = [folder.resolve(), ROOT] if folder else [ROOT]
+    for checkout in checkouts:
+        subprocess.run([sys.executable, "-m", "compileall", "-q", "course_lib"], cwd=checkout, check=True)
+    with tempfile.TemporaryDirectory() as out:
+        ours = {what: ["course_lib/cli.py", *line.format(out=out).split()] for what, line in COMMANDS.items()}
+        ours["`import course_lib.training.run`"] = ["-c", "import course_lib.training.run"]
+        taken = [
+            (what, *in_rounds([partial(cpu_seconds, command, checkout) for checkout in checkouts]))
+            for what, command in ours.items()
+        ]
+    peers = [(what, *in_rounds([partial(cpu_seconds, ["-c", code], ROOT)])) for what, code in PEERS.items()]
+    publish(
+        "startup",
+        "Starting",
+        ("torch", "transformers", "accelerate", "datasets"),
+        f"User and system seconds of a command with all its processes, medians of {REPEATS}.",
+        table(" | ".join(["CPU-seconds of", *map(revision, checkouts[:-1]), "now"]), taken),
+        "What cannot be avoided, or is what others pay:",
+        table("CPU-seconds of | ", peers),
+    )
 
 
 if __name__ == "__main__":

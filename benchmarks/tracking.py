@@ -5,19 +5,16 @@
 The time is taken around the callback itself, so that it holds whatever the model; only histograms grow with it.
 """
 
-import argparse
 import os
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import STEPS_ALONE, options, publish, table
 from course_lib.config import build
 from course_lib.launching.launch import launch
-from course_lib.system import machine
 from course_lib.training.callbacks.tracking import TrackingCallback
 from course_lib.training.run import build_trainer
-from course_lib.writing import write_text
 
 CASES: dict[str, dict[str, Any]] = {
     "none": {"tracker": "none"},
@@ -53,30 +50,18 @@ class Timed(TrackingCallback):
         return timed
 
 
-def measure(options: dict[str, Any], steps: int, folder: str) -> tuple[float, float, float, float]:
+def measure(case: dict[str, Any], steps: int, folder: str) -> tuple[float, float, float, float]:
     """Milliseconds per step in tracking, milliseconds per step in all, seconds at the start and at the end."""
     os.environ["WANDB_MODE"] = "offline"
-    config = build(
-        {
-            "model": "tiny-bert",
-            "max_train_samples": 512,
-            "max_eval_samples": 32,
-            "max_length": 32,
-            "max_steps": steps,
-            "eval_steps": 0,
-            "save_steps": 0,
-            "progress_bar": False,
-            "device": "cpu",
-            "output_dir": folder,
-        }
-        | options
-    )
+    sizes = {"model": "tiny-bert", "max_train_samples": 512, "max_eval_samples": 32, "max_length": 32}
+    run = {"max_steps": steps, "device": "cpu", "output_dir": folder}
+    config = build(STEPS_ALONE | sizes | run | case)
     tracking = Timed(config)
     trainer, _ = build_trainer(config, [tracking])
     config.output_dir.mkdir(exist_ok=True)
     trainer.ranks.barrier()
     trainer.train()
-    tracking.finish(trainer, {"accuracy": 0.5}, "validation")
+    tracking.finish(trainer)
     spent = tracking.seconds
     in_steps = spent.get("on_step_end", 0.0) + spent["on_log"]
     trainer.engine.close()
@@ -90,31 +75,24 @@ def measure(options: dict[str, Any], steps: int, folder: str) -> tuple[float, fl
 
 def main() -> None:
     """Measure on real ranks, and write benchmarks/tracking.md."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=100)
-    options = parser.parse_args()
-    load = os.getloadavg()[0]
-    lines = [
-        "| tracker | in tracking (ms per step) | training step (ms) | start (s) | end (s) |",
-        "|---|---|---|---|---|",
-    ]
+    args = options(__doc__, ranks=2, steps=100)
+    load, rows = os.getloadavg()[0], []
     for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
-            result = launch(
-                measure, case, options.steps, f"{folder}/run", num_processes=options.ranks, timeout=300, stream=False
+            found = launch(
+                measure, case, args.steps, f"{folder}/run", num_processes=args.ranks, timeout=300, stream=False
             )[0]
-        lines.append(f"| {name} | " + " | ".join(f"{value:.3f}" for value in result) + " |")
-    table = "\n".join(lines)
-    text = (
-        f"# What tracking costs on rank 0\n\n{machine.measured_on('torch', 'wandb')}\n\nLoad average before: "
-        f"{load:.1f}. {options.ranks} ranks over gloo, tiny-bert, {options.steps} steps; a line is logged every 10 "
-        "steps but where it says every step, system metrics of all ranks every 10 steps, watched tensors every "
-        "100. The first column is the time that the training waits for: rows are handed to a thread, whose work "
-        f"is in the second column as far as it takes cores from the training.\n\n{table}\n"
+        rows.append((name, *(f"{value:.3f}" for value in found)))
+    publish(
+        "tracking",
+        "What tracking costs on rank 0",
+        ("torch", "wandb"),
+        f"Load average before: {load:.1f}. {args.ranks} ranks over gloo, tiny-bert, {args.steps} steps; a line is "
+        "logged every 10 steps but where it says every step, system metrics of all ranks every 10 steps, watched "
+        "tensors every 100. The first column is the time that the training waits for: rows are handed to a thread, "
+        "whose work is in the second column as far as it takes cores from the training.",
+        table("tracker | in tracking (ms per step) | training step (ms) | start (s) | end (s)", rows),
     )
-    write_text(Path(__file__).parent / "tracking.md", text)
-    print(text)
 
 
 if __name__ == "__main__":

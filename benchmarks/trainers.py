@@ -17,16 +17,14 @@ of kernels: the accelerated trainer has the fast ones by default, training_type 
 Seconds are of the clock on the wall; beside other work the CPU-seconds, which are given too, are steadier.
 """
 
-import argparse
 import contextlib
-import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -35,30 +33,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
+from benchmarks.harness import STEPS_ALONE, options, publish, spread, table
 from course_lib.config import Config, build
 from course_lib.data import DataConnector, DataProcessor
 from course_lib.data.batching import GlobalBatchSampler
-from course_lib.modeling import load
 from course_lib.system import machine
 from course_lib.system.seeding import seed_everything
 from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.guards import guards
 from course_lib.training.callbacks.monitoring import monitors
-from course_lib.training.run import build_trainer
-from course_lib.writing import write_text
+from course_lib.training.run import build_trainer, load_base
 
-HERE = Path(__file__).parent
-COMMON = {
-    "model": "minilm",
-    "batch_size": 32,
-    "max_length": 64,
-    "progress_bar": False,
-    "save_steps": 0,
-    "eval_steps": 0,
-    "keep_best": False,
-    "device": "cpu",
-    "logging_steps": 10,
-}
+COMMON = STEPS_ALONE | {"model": "minilm", "batch_size": 32, "max_length": 64, "device": "cpu", "logging_steps": 10}
 IDENTICAL = {"group_by_length": False, "mixed_precision": "no", "cpu_kernels": "torch"}
 TRAINERS = {"BasicTrainer": "basic", "AcceleratedTrainer": "accelerated"}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -68,6 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "defaults, fast kernels": {"cpu_kernels": "fast"},
 }
 WARMUP = 4
+PACKAGES = ("torch", "transformers", "accelerate")
 
 
 class Rate(NamedTuple):
@@ -91,7 +78,7 @@ class Clock(Callback):
     """The rate of one of our trainers, and its losses."""
 
     def __init__(self) -> None:
-        self.watch, self.losses = Stopwatch(), []  # type: ignore[var-annotated]
+        self.watch, self.losses = Stopwatch(), list[float]()
 
     def on_step_end(self, trainer) -> None:
         if trainer.state.step == WARMUP:
@@ -108,7 +95,7 @@ class HfClock(TrainerCallback):
     """The same of the Hugging Face Trainer."""
 
     def __init__(self) -> None:
-        self.watch, self.losses = Stopwatch(), []  # type: ignore[var-annotated]
+        self.watch, self.losses = Stopwatch(), list[float]()
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == WARMUP:
@@ -117,7 +104,7 @@ class HfClock(TrainerCallback):
             self.rate = self.watch.rate(args.per_device_train_batch_size * (state.max_steps - WARMUP))
 
     def on_log(self, args, state, control, logs, **kwargs):
-        self.losses += [logs["loss"]] if "loss" in logs else []
+        self.losses += [float(logs["loss"])] if "loss" in logs else []
 
 
 def apart(function: Callable, *args, **options) -> Any:
@@ -152,14 +139,7 @@ def prepared(config: Config):
     """Model, tokenized splits and collator, as our trainers get them."""
     text = DataConnector(config.data, config.run.seed).load()
     seed_everything(config.run.seed)
-    loaded = load(
-        config.model,
-        "classification",
-        label_names=text.label_names,
-        texts=[],
-        seed=config.run.seed,
-        max_length=config.data.max_length,
-    )
+    loaded = load_base(config, text)
     processor = DataProcessor(config.data, loaded.tokenizer, max_positions=loaded.max_positions)
     return loaded, processor.process(text), processor
 
@@ -232,7 +212,7 @@ def largest_difference(steps: int) -> float:
     differences = [0.0]
     for kind in TRAINERS.values():
         own = apart(ours, kind, steps, 0, drop=False, **IDENTICAL | {"logging_steps": 1}).losses
-        differences += [abs(a - float(b)) for a, b in zip(own, theirs, strict=True)]
+        differences += [abs(a - b) for a, b in zip(own, theirs, strict=True)]
     return max(differences)
 
 
@@ -266,27 +246,23 @@ def pair(kind: str, options: dict[str, Any], identical: bool, steps: int, seed: 
     return peer, apart(ours, kind, steps, seed, **options).rate
 
 
-def speed(repeats: int, steps: int, only: str) -> None:
+def speed(args: Namespace) -> None:
     """Measure every pair of runs, and write the table after each repeat."""
     systems = {
-        f"{trainer}, {name}": (kind, options, name.startswith("identical"))
-        for name, options in SETTINGS.items()
-        if only in name
+        f"{trainer}, {name}": (kind, settings, name.startswith("identical"))
+        for name, settings in SETTINGS.items()
+        if args.only in name
         for trainer, kind in TRAINERS.items()
     }
     difference = largest_difference(2 * WARMUP)
     print(f"identical settings without dropout: losses differ by {difference:.1e} nats", flush=True)
-    about = [
-        f"Identical settings without dropout: the losses of {2 * WARMUP} steps differ by {difference:.1e} nats at "
-        f"most. {steps - WARMUP} steps of 32 rows were timed in each run, after {WARMUP} others."
-    ]
     name, dtype = ("bf16", torch.bfloat16) if machine.native_bf16("cpu") else ("fp32", torch.float32)
     rate, per_token, tokens = apart(machine.matmul_rate, dtype, seconds=1.0), apart(flops_a_token), apart(mean_tokens)
     load: list[float] = []
     pairs: dict[str, list[tuple[Rate, Rate]]] = {system: [] for system in systems}
-    for repeat in range(repeats):
-        for system, (kind, options, identical) in systems.items():
-            peer, own = pair(kind, options, identical, steps, repeat)
+    for repeat in range(args.repeats):
+        for system, (kind, settings, identical) in systems.items():
+            peer, own = pair(kind, settings, identical, args.steps, repeat)
             pairs[system].append((peer, own))
             load.append(os.getloadavg()[0])
             print(
@@ -296,50 +272,31 @@ def speed(repeats: int, steps: int, only: str) -> None:
                 flush=True,
             )
         best = max(statistics.median(own.wall for _, own in both) for both in pairs.values())
-        write(
-            "speed",
-            "\n".join(
-                [
-                    *speed_rows(pairs, repeat + 1),
-                    "",
-                    *about,
-                    (f"Load of the machine (mean of a minute, these runs included): {spread(load)}."),
-                    "",
-                    (
-                        f"The defaults train in {name} here. Limit: {per_token / 1e6:.1f} MFLOP of matrix products "
-                        f"per token (forward and backward), {tokens:.1f} tokens per row without padding, "
-                        f"{rate / 1e9:.0f} GFLOP/s measured here in {name} for a 1024×1024 product: the fastest row "
-                        f"does its useful products at {100 * best * tokens * per_token / rate:.0f} % of that rate."
-                    ),
-                ]
+        publish(
+            "trainers-speed",
+            "Trainers: speed",
+            PACKAGES,
+            table(
+                f"trainer | samples/s, median of {repeat + 1} (min–max) | Hugging Face Trainer's, in the same pairs | "
+                "ratio, median of pairs (min–max) | ratio per CPU-second",
+                speed_rows(pairs),
             ),
+            f"Identical settings without dropout: the losses of {2 * WARMUP} steps differ by {difference:.1e} nats at "
+            f"most. {args.steps - WARMUP} steps of 32 rows were timed in each run, after {WARMUP} others.\n"
+            f"Load of the machine (mean of a minute, these runs included): {spread(load, 1)}.",
+            f"The defaults train in {name} here. Limit: {per_token / 1e6:.1f} MFLOP of matrix products "
+            f"per token (forward and backward), {tokens:.1f} tokens per row without padding, "
+            f"{rate / 1e9:.0f} GFLOP/s measured here in {name} for a 1024×1024 product: the fastest row "
+            f"does its useful products at {100 * best * tokens * per_token / rate:.0f} % of that rate.",
         )
 
 
-def speed_rows(pairs: dict[str, list[tuple[Rate, Rate]]], repeats: int) -> list[str]:
-    """A row for each system, and how often each of ours was ahead."""
-    lines = [
-        f"| trainer | samples/s, median of {repeats} (min–max) | Hugging Face Trainer's, in the same pairs | "
-        "ratio, median of pairs (min–max) | ratio per CPU-second |",
-        "|---|---|---|---|---|",
-    ]
+def speed_rows(pairs: dict[str, list[tuple[Rate, Rate]]]) -> Iterator[tuple]:
+    """Rates of both, and how often each of ours was ahead."""
     for system, both in pairs.items():
-        ratios, per_cpu = ([getattr(own, kind) / getattr(peer, kind) for peer, own in both] for kind in Rate._fields)
-        walls = " | ".join(spread([pair[i].wall for pair in both]) for i in (1, 0))
-        lines.append(f"| {system} | {walls} | {spread(ratios, 2)} | {spread(per_cpu, 2)} |")
-    return lines
-
-
-def write(what: str, table: str) -> None:
-    """Keep a table."""
-    text = f"# Trainers: {what}\n\n{machine.measured_on('torch', 'transformers', 'accelerate')}\n\n{table}\n"
-    write_text(HERE / f"trainers-{what}.md", text)
-    print(text, flush=True)
-
-
-def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Median, and least and largest."""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}–{max(values):.{digits}f})"
+        by_clock, by_cpu = ([getattr(own, kind) / getattr(peer, kind) for peer, own in both] for kind in Rate._fields)
+        peers, ours = (spread([run.wall for run in runs], 1) for runs in zip(*both, strict=True))
+        yield system, ours, peers, spread(by_clock, 2), spread(by_cpu, 2)
 
 
 def our_accuracy(kernels: str, seed: int, epochs: int) -> float:
@@ -351,62 +308,41 @@ def our_accuracy(kernels: str, seed: int, epochs: int) -> float:
         return trainer.evaluate("test")["accuracy"]
 
 
-def accuracy(seeds: int, epochs: int, keep: Path | None) -> None:
-    """The table of test accuracies: neither the order of rows grouped by length nor other kernels may cost any.
-
-    Args:
-        seeds: how many; each gives one run of each trainer.
-        epochs: of each run.
-        keep: a JSON file that gets each run's accuracy as it ends; those that it has are not run again.
-    """
+def accuracy(args: Namespace) -> None:
+    """The table of test accuracies: neither the order of rows grouped by length nor other kernels may cost any."""
     systems: dict[str, Callable[[int], float]] = {
-        "Hugging Face Trainer": lambda seed: apart(hugging_face, -1, seed, epochs=epochs)[1],
-        "AcceleratedTrainer, defaults (fast kernels)": lambda seed: apart(our_accuracy, "fast", seed, epochs),
-        "AcceleratedTrainer, torch's kernels": lambda seed: apart(our_accuracy, "torch", seed, epochs),
+        "Hugging Face Trainer": lambda seed: apart(hugging_face, -1, seed, epochs=args.epochs)[1],
+        "AcceleratedTrainer, defaults (fast kernels)": lambda seed: apart(our_accuracy, "fast", seed, args.epochs),
+        "AcceleratedTrainer, torch's kernels": lambda seed: apart(our_accuracy, "torch", seed, args.epochs),
     }
-    lines = [f"| seed | {' | '.join(systems)} |", "|---" * (1 + len(systems)) + "|"]
-    found: dict[str, list[float]] = {name: [] for name in systems}
-    kept = json.loads(keep.read_text()) if keep and keep.exists() else {}
-    for seed in range(seeds):
-        for name, measure in systems.items():
-            run = f"seed {seed}, {epochs} epochs, {name}"
-            if run not in kept:
-                kept[run] = round(measure(seed), 4)
-                if keep:
-                    write_text(keep, json.dumps(kept, indent=1))
-            found[name].append(kept[run])
-            print(f"{run}: {kept[run]:.4f}", flush=True)
-        lines.append(f"| {seed} | " + " | ".join(f"{values[-1]:.4f}" for values in found.values()) + " |")
-    means = " | ".join(f"{statistics.mean(values):.4f}" for values in found.values())
-    write(
-        "accuracy",
-        "\n".join(
-            [
-                *lines,
-                f"| mean | {means} |",
-                "",
-                (f"{epochs} epochs, batch 32, learning rate 5e-5, linear to 0, the last weights."),
-            ]
-        ),
+    found: list[list[float]] = []
+    for seed in range(args.seeds):
+        found.append([measure(seed) for measure in systems.values()])
+        print(f"seed {seed}, {args.epochs} epochs: {dict(zip(systems, found[-1], strict=True))}", flush=True)
+    means = [statistics.mean(column) for column in zip(*found, strict=True)]
+    rows = [(row, *(f"{value:.4f}" for value in values)) for row, values in [*enumerate(found), ("mean", means)]]
+    publish(
+        "trainers-accuracy",
+        "Trainers: accuracy",
+        PACKAGES,
+        table(f"seed | {' | '.join(systems)}", rows),
+        f"{args.epochs} epochs, batch 32, learning rate 5e-5, linear to 0, the last weights.",
     )
 
 
 def main() -> None:
     """Run one of the two and write its table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("speed", "accuracy"))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--only", default="", metavar="TEXT", help="of speed: settings whose name has this text")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--keep", type=Path, help="of accuracy: a JSON file by which an interrupted table goes on")
-    args = parser.parse_args()
+    args = options(
+        __doc__,
+        what={"choices": ("speed", "accuracy")},
+        repeats=5,
+        steps=24,
+        only={"default": "", "metavar": "TEXT", "help": "of speed: settings whose name has this text"},
+        seeds=3,
+        epochs=3,
+    )
     logging.set_verbosity_error()
-    if args.what == "speed":
-        speed(args.repeats, args.steps, args.only)
-    else:
-        accuracy(args.seeds, args.epochs, args.keep)
+    {"speed": speed, "accuracy": accuracy}[args.what](args)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def test_what_an_outcome_says():
 def test_the_page_is_read_back_to_the_letter_and_every_cell_of_it_agrees_or_is_refused():
     page = (Path(architectures.__file__).parent / "architectures.md").read_text()
     rows, date = architectures.page_rows(page), page.split("`, ")[1].split(": transformers")[0]
-    assert architectures.table(rows, date) == page
+    assert architectures.page_of(rows, date) == page
     assert {way for row in rows.values() for way in row} == set(WAYS) and len(rows) == 82
     assert all(
         outcome.agrees or (outcome.line and not outcome.crashed) for row in rows.values() for outcome in row.values()
