@@ -7,30 +7,32 @@ The shares of peak come from the steps in catalogue/calibration.yaml,
 which were published elsewhere. How each row is read: planner_rows.py.
 """
 
-import argparse
 import hashlib
+import itertools
 import json
 import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks.harness import HERE, options, publish, table
 from benchmarks.planner_rows import READERS, mosaic
 from course_lib.planning import cost, hardware, intervals, memory, models
 from course_lib.planning.intervals import REGIMES, regime_of
 from course_lib.planning.plan import Plan
 from course_lib.writing import write_text
 
-HERE = Path(__file__).parent
 PUBLISHED = HERE.parent / "tests/planning/published.json"
 CALIBRATION = HERE.parent / "course_lib/planning/catalogue/calibration.yaml"
 ERRORS = HERE.parent / "course_lib/planning/catalogue/errors.json"
+
+
+QUANTITIES = ("tokens/s/GPU", "GiB")
 
 
 @dataclass(frozen=True)
@@ -121,79 +123,53 @@ def on_real_ranks() -> list[Compared]:
     """A small GPT-2 in fp32 on two ranks of this machine, each stage of ZeRO: the meter beside the memory model."""
     from course_lib.launching.launch import launch
 
-    model = models.from_config(
-        {
-            "model_type": "gpt2",
-            "n_layer": 4,
-            "n_embd": 96,
-            "n_head": 4,
-            "n_positions": 32,
-            "vocab_size": 512,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-        }
-    )
-    found = []
+    sizes = {"n_layer": 4, "n_embd": 96, "n_head": 4, "n_positions": 32, "vocab_size": 512}
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model, found = models.from_config({"model_type": "gpt2"} | sizes | drops), []
     for stage, held in launch(_rank, num_processes=2, timeout=90)[0].items():
         plan = Plan(32, "deepspeed" if stage else "ddp", stage, data=2, micro_batch=16, precision="fp32")
         formula = memory.estimate(model, plan)
-        for kind, bytes_ in (
-            ("parameters", formula.parameters),
-            ("gradients", formula.gradients),
-            ("optimizer states", formula.optimizer),
+        for kind, counted, bytes_ in (
+            ("parameters", "model states", formula.parameters),
+            ("gradients", "model states", formula.gradients),
+            ("optimizer states", "model states", formula.optimizer),
+            ("activations", "activations", formula.activations + formula.logits),
         ):
-            found.append(
-                Compared(f"stage {stage}, {kind}", "two ranks, model states", "MiB", held[kind] / 2**20, bytes_ / 2**20)
-            )
-        found.append(
-            Compared(
-                f"stage {stage}, activations",
-                "two ranks, activations",
-                "MiB",
-                held["activations"] / 2**20,
-                (formula.activations + formula.logits) / 2**20,
-            )
-        )
+            about = f"stage {stage}, {kind}", f"two ranks, {counted}"
+            found.append(Compared(*about, "MiB", held[kind] / 2**20, bytes_ / 2**20))
     return found
 
 
+def summary(found: Iterable[Compared]) -> tuple[int, float, float]:
+    """Rows, median and 90th percentile of the absolute error."""
+    errors = sorted(abs(each.error) for each in found)
+    return len(errors), statistics.median(errors), errors[math.ceil(0.9 * len(errors)) - 1]
+
+
 def by_kind(found: list[Compared]) -> dict[str, tuple[int, float, float]]:
-    """Rows, median and 90th percentile of the absolute error, by kind."""
-    kinds = defaultdict(list)
-    for each in found:
-        kinds[each.kind].append(abs(each.error))
-    return {
-        kind: (len(errors), statistics.median(errors), sorted(errors)[math.ceil(0.9 * len(errors)) - 1])
-        for kind, errors in kinds.items()
-    }
+    """The summary of each kind."""
+    kinds = dict.fromkeys(each.kind for each in found)
+    return {kind: summary(each for each in found if each.kind == kind) for kind in kinds}
 
 
-def by_half(found: list[Compared]) -> Iterator[str]:
+def groups() -> Iterator[tuple[str, Callable[[Compared], bool]]]:
+    """Every quantity's regimes, and all of it: what a table calls it, and which rows belong to it."""
+    for name, part in itertools.product(QUANTITIES, (*REGIMES, "all")):
+        yield f"{name}, {part}", lambda row, name=name, part=part: row.quantity == name and part in (row.regime, "all")
+
+
+def by_half(found: list[Compared]) -> Iterator[tuple[str, ...]]:
     """The same errors by regime, in those sources that may be used and in those that are held out."""
-    yield (
-        "\nSources whose SHA-256 is even are held out: no constant and no formula is chosen by their rows from now "
-        "on. Regimes, of which a run is of the first that fits: at least 32,768 tokens, 128 GPUs, 30 B parameters, "
-        "at most 3 B, and the rest. Median and 90th percentile of |error|:\n\n"
-        "| | used | | held out | |\n| --- | ---: | ---: | ---: | ---: |"
-    )
-    for quantity in ("tokens/s/GPU", "GiB"):
-        published = [each for each in found if each.quantity == quantity and each.source]
-        for regime in (*REGIMES, "all"):
-            cells = []
-            for out in (False, True):
-                errors = sorted(
-                    abs(each.error) for each in published if each.held_out is out and regime in (each.regime, "all")
-                )
-                cells += (
-                    [
-                        f"{len(errors)} rows",
-                        f"{statistics.median(errors):.1%}, {errors[math.ceil(0.9 * len(errors)) - 1]:.1%}",
-                    ]
-                    if errors
-                    else ["none", ""]
-                )
-            yield f"| {quantity}, {regime} | " + " | ".join(cells) + " |"
+    for title, belongs in groups():
+        cells = []
+        for out in (False, True):
+            half = [each for each in found if each.source and each.held_out is out and belongs(each)]
+            if half:
+                count, middle, high = summary(half)
+                cells += [f"{count} rows", f"{middle:.1%}, {high:.1%}"]
+            else:
+                cells += ["none", ""]
+        yield title, *cells
 
 
 def known_errors(found: list[Compared], without: str = "") -> dict[str, dict[str, list[float]]]:
@@ -208,7 +184,7 @@ def known_errors(found: list[Compared], without: str = "") -> dict[str, dict[str
             )
             for regime in REGIMES
         }
-        for quantity in ("tokens/s/GPU", "GiB")
+        for quantity in QUANTITIES
     }
 
 
@@ -240,35 +216,12 @@ def publication(source: str) -> str:
     return paper[0] if paper else "/".join(source.split(" ")[0].split("/")[:2])
 
 
-def coverage(found: list[Compared]) -> Iterator[str]:
-    """How often the intervals hold for what they were not made of."""
-    yield (
-        f"\nIntervals are to hold {intervals.SHARE:.0%} of true values. They are made of the errors on this page, "
-        "those of speed by regime, those of memory all together (`course_lib/planning/intervals.py`), and measured "
-        "on what they are not made of: each source (a "
-        "table of a paper, a page of a repository) is left out in its turn, and its rows are held against the "
-        "intervals of all others; then each whole publication, with all of its tables.\n\n"
-        "| | a source left out | a publication left out |\n| --- | ---: | ---: |"
-    )
-    by_source, by_publication = held(found), held(found, publication)
-    for quantity in ("tokens/s/GPU", "GiB"):
-        for regime in (*REGIMES, "all"):
-            cells = [
-                _share([holds for each, holds in rows if each.quantity == quantity and regime in (each.regime, "all")])
-                for rows in (by_source, by_publication)
-            ]
-            yield f"| {quantity}, {regime} | " + " | ".join(cells) + " |"
-    zero_bubble = sum(each.quantity == "GiB" and "2401.10241" in each.source for each in found)
-    yield (
-        f"\nOf memory one publication has {zero_bubble} rows, and its errors are smaller than all others': without "
-        "it intervals are too far off for it. Sources do not mean the same by memory: torchtitan prints what the "
-        "allocator reserved, others what was allocated, or do not say. What `course plan` tells of memory is the "
-        "chance that a plan fits; how often it was right is in planner-sweep.md."
-    )
-
-
-def _share(inside: list[bool]) -> str:
-    return f"{sum(inside)} of {len(inside)}, {sum(inside) / len(inside):.0%}" if inside else ""
+def coverage(found: list[Compared]) -> Iterator[tuple[str, ...]]:
+    """How often the intervals hold without a row's source, and without its publication."""
+    left_out = held(found), held(found, publication)
+    for title, belongs in groups():
+        inside = ([holds for each, holds in rows if belongs(each)] for rows in left_out)
+        yield title, *(f"{sum(each)} of {len(each)}, {sum(each) / len(each):.0%}" if each else "" for each in inside)
 
 
 def shares() -> dict[tuple[str, str], float]:
@@ -293,55 +246,84 @@ def shares() -> dict[tuple[str, str], float]:
 
 
 def report(found: list[Compared], left: list[str]) -> Iterator[str]:
-    """The page."""
+    """The page's parts."""
     yield (
-        "# The planner beside published measurements\n\nWritten by `python -m benchmarks.planner`. Error: predicted "
+        "Written by `python -m benchmarks.planner`. Error: predicted "
         "over measured, less one. No constant was chosen by a row of this page: shares of peak come from the steps "
         "in `course_lib/planning/catalogue/calibration.yaml`, which were written down from the publications by "
-        "memory, the rest from datasheets and link benchmarks.\n\n"
-        "| kind | rows | median \\|error\\| | 90th percentile |\n| --- | ---: | ---: | ---: |"
+        "memory, the rest from datasheets and link benchmarks."
     )
-    for kind, (count, middle, high) in by_kind(found).items():
-        yield f"| {kind} | {count} | {middle:.1%} | {high:.1%} |"
-    for quantity in ("tokens/s/GPU", "GiB"):
-        rows = [each for each in found if each.quantity == quantity]
-        yield (
-            f"| **all, {quantity}** | {len(rows)} | {statistics.median(abs(each.error) for each in rows):.1%} | "
-            f"{sorted(abs(each.error) for each in rows)[math.ceil(0.9 * len(rows)) - 1]:.1%} |"
-        )
-    yield from by_half(found)
-    yield from coverage(found)
-    other = [each for each in compare(flash2=True)[0] if each.quantity == "tokens/s/GPU"]
-    mosaics = [abs(each.error) for each in other if each.kind == "MosaicML FSDP"]
+    of_all = {f"**all, {name}**": summary(each for each in found if each.quantity == name) for name in QUANTITIES}
+    yield table(
+        "kind | rows | median \\|error\\| | 90th percentile",
+        [
+            (name, count, f"{middle:.1%}", f"{high:.1%}")
+            for name, (count, middle, high) in (by_kind(found) | of_all).items()
+        ],
+        right=range(1, 4),
+    )
     yield (
-        "\nHow a row is read follows its source, also in what the row itself leaves out (`planner_rows.py` cites "
+        "Sources whose SHA-256 is even are held out: no constant and no formula is chosen by their rows from now "
+        "on. Regimes, of which a run is of the first that fits: at least 32,768 tokens, 128 GPUs, 30 B parameters, "
+        "at most 3 B, and the rest. Median and 90th percentile of |error|:"
+    )
+    yield table(" | used |  | held out | ", by_half(found), right=range(1, 5))
+    yield (
+        f"Intervals are to hold {intervals.SHARE:.0%} of true values. They are made of the errors on this page, "
+        "those of speed by regime, those of memory all together (`course_lib/planning/intervals.py`), and measured "
+        "on what they are not made of: each source (a "
+        "table of a paper, a page of a repository) is left out in its turn, and its rows are held against the "
+        "intervals of all others; then each whole publication, with all of its tables."
+    )
+    yield table(" | a source left out | a publication left out", coverage(found), right=(1, 2))
+    zero_bubble = sum(each.quantity == "GiB" and "2401.10241" in each.source for each in found)
+    yield (
+        f"Of memory one publication has {zero_bubble} rows, and its errors are smaller than all others': without "
+        "it intervals are too far off for it. Sources do not mean the same by memory: torchtitan prints what the "
+        "allocator reserved, others what was allocated, or do not say. What `course plan` tells of memory is the "
+        "chance that a plan fits; how often it was right is in planner-sweep.md."
+    )
+    other = [each for each in compare(flash2=True)[0] if each.quantity == "tokens/s/GPU"]
+    mosaics = [each for each in other if each.kind == "MosaicML FSDP"]
+    yield (
+        "How a row is read follows its source, also in what the row itself leaves out (`planner_rows.py` cites "
         "each). It was looked up after the first errors had been seen, which weighs most where MosaicML's A100 "
         "rows are concerned: their script names the Triton kernel of the first FlashAttention, at 37 and 25 % of "
         "peak by Triton's own regression test. Read with FlashAttention-2 instead, the median of MosaicML's rows "
-        f"would be {statistics.median(mosaics):.1%}, and of all tokens/s/GPU "
-        f"{statistics.median(abs(each.error) for each in other):.1%}.\n\n"
+        f"would be {summary(mosaics)[1]:.1%}, and of all tokens/s/GPU {summary(other)[1]:.1%}."
+    )
+    yield (
         "nanotron compiles nothing, so its rows are read as plain PyTorch; its own kernels for RMS norms and rotary "
-        "positions are not counted, and it is faster than predicted for that.\n\n"
+        "positions are not counted, and it is faster than predicted for that."
+    )
+    yield (
         "Not explained: nanotron's slowest rows; torchtitan's contexts split over eight ranks, which reach half of "
         "the predicted speed; float8 with a scale for each row, which its source calls slow itself; ZeRO-3 of 2021 "
         "across 48 and 96 nodes."
     )
-    yield "\n## Worst rows\n\n| row | quantity | measured | predicted | error |\n| --- | --- | ---: | ---: | ---: |"
-    for each in sorted(found, key=lambda each: -abs(each.error))[:15]:
-        yield f"| {each.row} | {each.quantity} | {each.measured:,.4g} | {each.predicted:,.4g} | {each.error:+.0%} |"
+    yield "## Worst rows"
+    yield each_row(sorted(found, key=lambda each: -abs(each.error))[:15])
+    yield "## Not compared"
     yield (
-        f"\n## Not compared\n\n{len(left)} rows that the planner has no words for (experts spread over ranks, "
-        "NVFP4, accelerators that the catalogue lacks, sizes that the row does not give): " + ", ".join(left) + ".\n"
+        f"{len(left)} rows that the planner has no words for (experts spread over ranks, "
+        f"NVFP4, accelerators that the catalogue lacks, sizes that the row does not give): {', '.join(left)}."
     )
-    yield "## All rows\n\n| row | quantity | measured | predicted | error |\n| --- | --- | ---: | ---: | ---: |"
-    for each in found:
-        yield f"| {each.row} | {each.quantity} | {each.measured:,.4g} | {each.predicted:,.4g} | {each.error:+.0%} |"
+    yield "## All rows"
+    yield each_row(found)
+
+
+def each_row(found: list[Compared]) -> str:
+    """A table of them."""
+    rows = [
+        (each.row, each.quantity, f"{each.measured:,.4g}", f"{each.predicted:,.4g}", f"{each.error:+.0%}")
+        for each in found
+    ]
+    return table("row | quantity | measured | predicted | error", rows, right=(2, 3, 4))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--calibrate", action="store_true")
-    if parser.parse_args().calibrate:
+    """Compare and write the page, or calibrate."""
+    if options(__doc__, calibrate=False).calibrate:
         for (name, dtype), share in shares().items():
             print(f"{name} {dtype}: {share:.3f}")
         return
@@ -349,9 +331,7 @@ def main() -> None:
     write_text(ERRORS, json.dumps(known_errors(found), indent=1) + "\n")
     intervals.errors_changed()
     found += on_real_ranks()
-    text = "\n".join(report(found, left)) + "\n"
-    write_text(HERE / "planner.md", text)
-    print(text.partition("\n## Not compared")[0])
+    publish("planner", "The planner beside published measurements", (), *report(found, left))
 
 
 if __name__ == "__main__":

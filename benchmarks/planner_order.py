@@ -12,13 +12,12 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from benchmarks.harness import options, publish, table
 from benchmarks.planner import PUBLISHED, publication
 from benchmarks.planner_rows import READERS, Setting, mosaic, nanotron
 from course_lib.planning import cost, memory
 from course_lib.planning.plan import Plan
-from course_lib.writing import write_text
 
 CLEAR = 1.05
 """Two measurements nearer to each other than this have no order."""
@@ -141,36 +140,31 @@ def _layout(plan: Plan) -> str:
     return f"dp {plan.data} × tp {plan.tensor} × pp {plan.pipeline}, ZeRO-{plan.stage}, micro-batch {plan.micro_batch}"
 
 
-def report() -> Iterator[str]:
-    """The page."""
+def main() -> None:
+    """Compare, and write the page."""
+    options(__doc__)
     found = pairs()
-    yield (
-        f"# The order of strategies, beside published measurements\n\nWritten by `python -m "
-        f"benchmarks.planner_order`. Published runs of one model on the same GPUs whose strategies differ and "
-        f"whose speeds differ by more than {CLEAR - 1:.0%}: the faster one is predicted to be in "
-        f"{sum(each.right for each in found)} of {len(found)}.\n\n"
-        "| first | second | measured, first / second | predicted | order |\n| --- | --- | ---: | ---: | --- |"
-    )
-    for pair in found:
-        yield (
-            f"| {pair.first} | {pair.second} | {pair.measured:.2f} | {pair.predicted:.2f} | "
-            f"{'right' if pair.right else '**wrong**'} |"
-        )
-    every = places()
-    yield (
-        "\nThe layouts that nanotron's sweep found to be best, among all of the same batch that fit. The planner "
+    order = [
+        (it.first, it.second, f"{it.measured:.2f}", f"{it.predicted:.2f}", "right" if it.right else "**wrong**")
+        for it in found
+    ]
+    swept = [
+        (it.row, it.layout, f"{it.place} of {it.fitting}", it.predicted_best, f"{it.behind:.0%}") for it in places()
+    ]
+    publish(
+        "planner-order",
+        "The order of strategies, beside published measurements",
+        (),
+        "Written by `python -m benchmarks.planner_order`. Published runs of one model on the same GPUs whose "
+        f"strategies differ and whose speeds differ by more than {CLEAR - 1:.0%}: the faster one is predicted to be in "
+        f"{sum(pair.right for pair in found)} of {len(found)}.",
+        table("first | second | measured, first / second | predicted | order", order, right=(2, 3)),
+        "The layouts that nanotron's sweep found to be best, among all of the same batch that fit. The planner "
         "calls none of them slow, and takes for faster what the sweep, on that network, did not: more data "
-        "parallelism.\n\n| row | best of the sweep | its place | predicted best | faster by |\n"
-        "| --- | --- | ---: | --- | ---: |"
+        "parallelism.",
+        table("row | best of the sweep | its place | predicted best | faster by", swept, right=(2, 4)),
     )
-    for place in every:
-        yield (
-            f"| {place.row} | {place.layout} | {place.place} of {place.fitting} | {place.predicted_best} | "
-            f"{place.behind:.0%} |"
-        )
 
 
 if __name__ == "__main__":
-    text = "\n".join(report()) + "\n"
-    write_text(Path(__file__).with_name("planner-order.md"), text)
-    print(text)
+    main()

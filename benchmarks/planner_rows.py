@@ -22,6 +22,9 @@ ROCE = 200e9
 GRAND_TETON = {"bandwidth": 2.4e12, "peak": (1 + 835 / 989) / 2}
 """torchtitan's H100: HBM2e at 2.4 TB/s, limited to 500 W; of its peak the source says only that it lies between SXM's
 (989 TFLOP/s, the datasheet's) and NVL's (835), so the middle (benchmarks/llama3_h100_202412_torchtitan.md, note 2)."""
+OF_2021 = {"flash": False, "overlap": False, "precision": "fp16"}
+"""No fused attention, and gradients summed after the backward pass."""
+RECOMPUTED = {"checkpointing": "full", "sequence_parallel": False}
 
 Setting = tuple[models.Model, Plan, hardware.Cluster, float]
 """Model, plan, cluster, and the measured tokens/s per GPU."""
@@ -30,18 +33,24 @@ Setting = tuple[models.Model, Plan, hardware.Cluster, float]
 @functools.cache
 def gpt(hidden: int, layers: int, heads: int, vocab: int, sequence: int, dropout: float = 0.1) -> models.Model:
     """A GPT of Megatron's or MosaicML's sizes."""
-    return models.from_config(
-        {
-            "model_type": "gpt2",
-            "n_embd": hidden,
-            "n_layer": layers,
-            "n_head": heads,
-            "vocab_size": vocab,
-            "n_positions": sequence,
-            "resid_pdrop": dropout,
-            "activation_function": "gelu",
-        }
-    )
+    sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "vocab_size": vocab, "n_positions": sequence}
+    more = {"model_type": "gpt2", "resid_pdrop": dropout, "activation_function": "gelu"}
+    return models.from_config(sizes | more)
+
+
+def llama(
+    hidden: int, layers: int, heads: int, key_heads: int, ffn: int, vocab: int, tied: bool = False
+) -> models.Model:
+    """A Llama that the catalogue does not have."""
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": ffn, "vocab_size": vocab}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": key_heads}
+    return models.from_config({"model_type": "llama", "tie_word_embeddings": tied} | sizes | attention)
+
+
+def axes(c: dict[str, Any]) -> dict[str, int]:
+    """Ranks by axis, by the names that most tables have; ``data`` where the table has it."""
+    found = {"tensor": c.get("tp", 1), "pipeline": c.get("pp", 1), "context": c.get("cp", 1)}
+    return found | ({"data": c["dp"]} if "dp" in c else {})
 
 
 def fastest(settings: list[Setting]) -> Setting:
@@ -64,10 +73,8 @@ def open_choices(
         for virtual in (1, 2, 3, 4) if base.get("schedule") == "interleaved" and "virtual" not in base else (None,):
             if sequences % size or (virtual or 1) * base.get("pipeline", 1) > model.layers:
                 continue
-            extra = {"virtual": virtual} if virtual else {}
-            settings.append(
-                (model, Plan(**{**base, **extra}, micro_batch=size, accumulation=sequences // size), cluster, tokens)
-            )
+            plan = base | ({"virtual": virtual} if virtual else {})
+            settings.append((model, Plan(**plan, micro_batch=size, accumulation=sequences // size), cluster, tokens))
     return fastest(settings)
 
 
@@ -79,101 +86,52 @@ def megatron_tokens(model: models.Model, tflops: float, sequence: int, passes: i
 
 
 def megatron_2021(row: dict[str, Any]) -> Setting | None:
+    """A run of Megatron-LM's first tables, and later ones of H100."""
     c = row["config"]
     if "tp" not in c or "iteration_ms" in row["value"]:
         return None
     h100 = c["gpu"] == "H100"
     model = gpt(c["hidden"], c["layers"], c["heads"], c["vocab"], c["seq"])
     tokens = megatron_tokens(model, row["value"]["tflops_per_gpu"], c["seq"], 3 if h100 else 4)
-    base = {
-        "sequence_length": c["seq"],
-        "engine": "megatron",
-        "data": c["dp"],
-        "tensor": c["tp"],
-        "pipeline": c["pp"],
-        "compiled": True,
-        "schedule": "interleaved" if c["pp"] > 1 else "1f1b",
-    }
-    if h100:
-        base |= {"stage": 1, "overlap_tensor": True}
-    else:  # 2021: no fused attention, no sequence parallelism, gradients summed after the backward pass
-        base |= {
-            "checkpointing": "full",
-            "flash": False,
-            "sequence_parallel": False,
-            "overlap": False,
-            "precision": "fp16",
-        }
+    base = axes(c) | {"sequence_length": c["seq"], "engine": "megatron", "compiled": True}
+    base |= {"schedule": "interleaved" if c["pp"] > 1 else "1f1b"}
+    base |= {"stage": 1, "overlap_tensor": True} if h100 else OF_2021 | RECOMPUTED
     return open_choices(model, base, c["batch"], hardware.cluster("H100" if h100 else "A100-80", c["gpus"]), tokens)
 
 
 def megatron_iteration(row: dict[str, Any]) -> Setting | None:
+    """A run of 530 B parameters whose step's seconds were published."""
     c = row["config"]
     seconds = row["value"].get("iteration_s_selective_sp") or row["value"].get("iteration_s")
     if seconds is None or c.get("model") != "530B":  # whose sizes are below; a later row of it leaves them out
         return None
-    base = {
-        "sequence_length": 2048,
-        "engine": "megatron",
-        "data": c["dp"],
-        "tensor": c["tp"],
-        "pipeline": c["pp"],
-        "compiled": True,
-        "schedule": "interleaved",
-        "virtual": 3,
-        "checkpointing": "selective",
-        "flash": False,
-        "overlap": False,
-        "precision": "fp16",
-    }
+    base = axes(c) | {"sequence_length": 2048, "engine": "megatron", "compiled": True, "checkpointing": "selective"}
+    base |= {"schedule": "interleaved", "virtual": 3} | OF_2021
     model = gpt(20480, 105, 128, 51200, 2048)
     tokens = c["global_batch"] * 2048 / seconds / c["gpus"]
     return open_choices(model, base, c["global_batch"], hardware.cluster("A100-80", c["gpus"]), tokens, 1)
 
 
 def zero3_against_ptd(row: dict[str, Any]) -> Setting:
+    """A run of the table of 2021 that sets ZeRO-3 beside tensor, pipeline and data parallelism."""
     c = row["config"]
-    big = c["params_B"] > 500
-    model = gpt(20480, 105, 128, 51200, 2048) if big else gpt(12288, 96, 96, 51200, 2048)
+    model = gpt(20480, 105, 128, 51200, 2048) if c["params_B"] > 500 else gpt(12288, 96, 96, 51200, 2048)
     tokens = megatron_tokens(model, row["value"]["tflops_per_gpu"], 2048, 4)
-    cluster = hardware.cluster("A100-80", c["gpus"])
-    base = {
-        "sequence_length": 2048,
-        "checkpointing": "full",
-        "flash": False,
-        "compiled": True,
-        "precision": "fp16",
-        "sequence_parallel": False,
-    }
+    base = {"sequence_length": 2048, "compiled": True} | OF_2021 | RECOMPUTED
     if "ZeRO" in c["scheme"]:
-        base |= {"engine": "deepspeed", "stage": 3, "data": c["gpus"]}
+        base |= {"engine": "deepspeed", "stage": 3, "data": c["gpus"], "overlap": True}
     else:
-        base |= {
-            "engine": "megatron",
-            "tensor": 8,
-            "pipeline": 35,
-            "data": c["gpus"] // 280,
-            "schedule": "interleaved",
-            "overlap": False,
-        }
-    return open_choices(model, base, c["batch"], cluster, tokens, c["microbatch"])
+        base |= {"engine": "megatron", "tensor": 8, "pipeline": 35, "data": c["gpus"] // 280, "schedule": "interleaved"}
+    return open_choices(model, base, c["batch"], hardware.cluster("A100-80", c["gpus"]), tokens, c["microbatch"])
 
 
 def llama_405b(row: dict[str, Any]) -> Setting:
+    """A run of the paper on Llama 3."""
     c = row["config"]
     model = models.load("llama-405b")
     tokens = row["value"]["tflops_per_gpu"] * 1e12 / model.flops(c["seq"] // 2)  # counts the causal half
-    base = {
-        "sequence_length": c["seq"],
-        "engine": "fsdp",
-        "stage": 3,
-        "data": c["dp"],
-        "tensor": c["tp"],
-        "pipeline": c["pp"],
-        "context": c["cp"],
-        "compiled": True,
-        "schedule": "interleaved",
-    }
+    base = axes(c) | {"sequence_length": c["seq"], "engine": "fsdp", "stage": 3, "compiled": True}
+    base |= {"schedule": "interleaved"}
     return open_choices(model, base, c["dp"] * c["batch_per_dp"], hardware.cluster("H100", c["gpus"]), tokens, 1)
 
 
@@ -213,30 +171,11 @@ def mosaic(row: dict[str, Any], flash2: bool = False) -> Setting:
 
 
 def nanotron(row: dict[str, Any]) -> Setting:
+    """A run of nanotron, which compiles nothing."""
     c = row["config"]
-    model = models.from_config(
-        {
-            "model_type": "llama",
-            "hidden_size": c["hidden"],
-            "num_hidden_layers": c["layers"],
-            "num_attention_heads": c["heads"],
-            "num_key_value_heads": c["kv_heads"],
-            "intermediate_size": c["ffn"],
-            "vocab_size": c["vocab"],
-            "tie_word_embeddings": c["tied_embeddings"],
-        }
-    )
-    plan = Plan(
-        c["seq"],
-        "megatron",
-        c["zero"],
-        data=c["dp"],
-        tensor=c["tp"],
-        pipeline=c["pp"],
-        micro_batch=c["mbs"],
-        accumulation=c["grad_accum"],
-        recipe="mixed, fp32 gradients",
-    )
+    model = llama(*(c[name] for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab", "tied_embeddings")))
+    batch = {"micro_batch": c["mbs"], "accumulation": c["grad_accum"]}
+    plan = Plan(c["seq"], "megatron", c["zero"], **axes(c), **batch, recipe="mixed, fp32 gradients")
     measured = row["value"].get("tokens_per_s_per_gpu") or (
         row["value"]["mfu_pct"] / 100 * 989e12 / model.flops(c["seq"])
     )
@@ -244,6 +183,7 @@ def nanotron(row: dict[str, Any]) -> Setting:
 
 
 def torchtitan(row: dict[str, Any]) -> Setting | None:
+    """A run of torchtitan's tables."""
     c, value = row["config"], row["value"]
     if "tokens_per_s_per_gpu" not in value and "tokens_per_s_per_gpu_vanilla_tp" not in value:
         return None
@@ -251,17 +191,14 @@ def torchtitan(row: dict[str, Any]) -> Setting | None:
     if size is None or c["ac"] not in CHECKPOINTING or not isinstance(c.get("local_batch", 1), int):
         return None  # another model, or a label that does not say what was run
     low = c.get("float8") or "float8" in f"{c.get('opt')}{c.get('quantization')}"
-    stages, local = c.get("pp", 1), c.get("local_batch", 1)
+    staged, local = c.get("pp", 1) > 1, c.get("local_batch", 1)
     plan = Plan(
         c.get("seq", 8192),
         "fsdp",
         3,
-        data=c["fsdp"],
-        tensor=c.get("tp", 1),
-        context=c.get("cp", 1),
-        pipeline=stages,
-        micro_batch=local if stages == 1 else 1,
-        accumulation=1 if stages == 1 else local,
+        **axes(c) | {"data": c["fsdp"]},
+        micro_batch=1 if staged else local,
+        accumulation=local if staged else 1,
         checkpointing=CHECKPOINTING[c["ac"]],
         compiled=c.get("compile", "opt" in c),
         precision="fp8" if low else "bf16",
@@ -286,41 +223,33 @@ def _titan_cluster(c: dict[str, Any]) -> hardware.Cluster:
     if "2.4TB/s" not in c.get("gpu", ""):
         return cluster
     chip = cluster.accelerator
-    return replace(
-        cluster,
-        accelerator=replace(
-            chip,
-            bandwidth=GRAND_TETON["bandwidth"],
-            peak={dtype: peak * GRAND_TETON["peak"] for dtype, peak in chip.peak.items()},
-        ),
-    )
+    peak = {dtype: rate * GRAND_TETON["peak"] for dtype, rate in chip.peak.items()}
+    return replace(cluster, accelerator=replace(chip, bandwidth=GRAND_TETON["bandwidth"], peak=peak))
 
 
 def megatron_bridge(row: dict[str, Any]) -> Setting | None:
+    """A run of Megatron Bridge's performance summaries."""
     c = row["config"]
     name = c["system"].removeprefix("DGX-")
     precision = c.get("Precision") or "FP8"
     if not c["model"].startswith("LLAMA3") or name not in hardware.accelerators() or precision == "NVFP4":
         return None
     model = models.load("llama-" + c["model"].split("_")[1].lower())
-    sharded = bool(c.get("FSDP"))
-    tensor, pipeline, context = int(c["TP"]), int(c["PP"]), int(c["CP"])
-    data = int(c["#-GPUs"]) // (tensor * pipeline * context)
-    virtual = c["VP"]
+    ranks = {"tensor": int(c["TP"]), "pipeline": int(c["PP"]), "context": int(c["CP"])}
+    data = int(c["#-GPUs"]) // (ranks["tensor"] * ranks["pipeline"] * ranks["context"])
+    virtual = {} if c["VP"] in ("n/a", 1.0) else {"schedule": "interleaved", "virtual": int(c["VP"])}
     plan = Plan(
         int(c["Sequence Length"]),
-        "fsdp" if sharded else "megatron",
-        3 if sharded else 1,
+        "fsdp" if c.get("FSDP") else "megatron",
+        3 if c.get("FSDP") else 1,
         data=data,
-        tensor=tensor,
-        pipeline=pipeline,
-        context=context,
+        **ranks,
+        **virtual,
         micro_batch=int(c["MBS"]),
         accumulation=max(1, round(c["GBS"] / data / c["MBS"])),
         compiled=True,
         overlap_tensor=True,
         precision="bf16" if precision == "BF16" else "fp8",
-        **({"schedule": "interleaved", "virtual": int(virtual)} if virtual not in ("n/a", 1.0) else {}),
     )
     tokens = float(str(row["value"]["tokens_per_s_per_gpu"]).split(" ")[0])
     return model, plan, hardware.cluster(name, plan.gpus), tokens
@@ -338,32 +267,16 @@ def zero_bubble(row: dict[str, Any]) -> Setting | None:
     ZB-2p* of its second version has another micro-batch than its row says, and two rows give ranges.
     """
     c, samples = row["config"], row["value"].get("samples_per_gpu_per_s")
-    if (
-        c["schedule"] not in ZERO_BUBBLE_SCHEDULES
-        or c["model"] not in ZERO_BUBBLE_SIZES
-        or not isinstance(samples, float | int)
-    ):
+    schedule, sizes = ZERO_BUBBLE_SCHEDULES.get(c["schedule"]), ZERO_BUBBLE_SIZES.get(c["model"])
+    if schedule is None or sizes is None or not isinstance(samples, float | int):
         return None
-    layers, heads, hidden = ZERO_BUBBLE_SIZES[c["model"]]
-    base = {
-        "sequence_length": 1024,
-        "engine": "megatron",
-        "data": 1,
-        "pipeline": c["p"],
-        "compiled": True,
-        "flash": False,
-        "schedule": ZERO_BUBBLE_SCHEDULES[c["schedule"]],
-    }
-    if c["schedule"] == "1F1B-I":
+    layers, heads, hidden = sizes
+    base = {"sequence_length": 1024, "engine": "megatron", "data": 1, "pipeline": c["p"], "schedule": schedule}
+    base |= {"compiled": True, "flash": False}
+    if schedule == "interleaved":
         base["virtual"] = (layers + 2) // c["p"]
-    return open_choices(
-        gpt(hidden, layers, heads, 50304, 1024),
-        base,
-        c["m"] * c["microbatch"],
-        hardware.cluster("A100-80", c["p"]),
-        samples * 1024,
-        c["microbatch"],
-    )
+    model, cluster = gpt(hidden, layers, heads, 50304, 1024), hardware.cluster("A100-80", c["p"])
+    return open_choices(model, base, c["m"] * c["microbatch"], cluster, samples * 1024, c["microbatch"])
 
 
 NEMO_GPT3 = {"GPT3-5B": (4096, 24, 32), "GPT3-20B": (6144, 44, 48), "GPT3-175B": (12288, 96, 96)}
@@ -376,19 +289,16 @@ def nemo(row: dict[str, Any]) -> Setting:
     Its FLOPs count attention whole: in NVIDIA's summary of the same release 16,934 tokens/s of Llama 2 7B are 780
     TFLOP/s, which are 6 per parameter beside the embedding and 12 per layer, channel and key.
     """
-    c, sequence = row["config"], row["config"]["seq"]
+    c, sequence, ranks = row["config"], row["config"]["seq"], axes(row["config"])
     name = c["model"].removesuffix("-sft")
     model = gpt(*NEMO_GPT3[name], 50304, sequence, dropout=0.0) if name in NEMO_GPT3 else models.load(name)
-    data = c["gpus"] // (c["tp"] * c.get("pp", 1) * c["cp"])
+    data = c["gpus"] // (ranks["tensor"] * ranks["pipeline"] * ranks["context"])
     batch, micro, virtual = c.get("global_batch", max(data, 2**22 // sequence)), c.get("micro_batch", 1), c.get("vp", 1)
     plan = Plan(
         sequence,
         "fsdp" if c.get("fsdp") else "megatron",
         3 if c.get("fsdp") else 1,
-        data=data,
-        tensor=c["tp"],
-        pipeline=c.get("pp", 1),
-        context=c["cp"],
+        **ranks | {"data": data},
         micro_batch=micro,
         accumulation=max(1, batch // data // micro),
         compiled=True,
@@ -402,31 +312,14 @@ def nemo(row: dict[str, Any]) -> Setting:
     return model, plan, hardware.cluster(c["system"], c["gpus"]), tokens
 
 
-CODE_LLAMA_34B = {
-    "model_type": "llama",
-    "hidden_size": 8192,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-}
-
-
 def fms(row: dict[str, Any]) -> Setting:
     """A run of fms-fsdp, compiled and with PyTorch's fused attention; HSDP has a copy on each node."""
     c = row["config"]
-    model = models.from_config(CODE_LLAMA_34B) if c["model"] == "34B" else models.load(f"llama-2-{c['model'].lower()}")
-    plan = Plan(
-        c["seq"],
-        "fsdp",
-        3,
-        data=c["gpus"],
-        micro_batch=c["micro_batch"],
-        checkpointing=c["ac"],
-        compiled=True,
-        replicas=c["gpus"] // 8 if c["sharding"] == "HSDP" else 1,
-    )
+    code_llama = llama(8192, 48, 64, 8, 22016, 32000)
+    model = code_llama if c["model"] == "34B" else models.load(f"llama-2-{c['model'].lower()}")
+    replicas = c["gpus"] // 8 if c["sharding"] == "HSDP" else 1
+    held = {"micro_batch": c["micro_batch"], "checkpointing": c["ac"], "replicas": replicas}
+    plan = Plan(c["seq"], "fsdp", 3, data=c["gpus"], compiled=True, **held)
     return model, plan, hardware.cluster(c["gpu"], c["gpus"]), row["value"]["tokens_per_s_per_gpu"]
 
 
@@ -434,16 +327,8 @@ def easy_context(row: dict[str, Any]) -> Setting:
     """A run of EasyContext: ZeRO-3 with everything offloaded, whole blocks recomputed, one sequence per step."""
     c = row["config"]
     shared = c["gpus"] if c["how"] == "ring attention" else 1
-    plan = Plan(
-        c["seq"],
-        "deepspeed",
-        3,
-        data=c["gpus"] // shared,
-        context=shared,
-        checkpointing="full",
-        offload="parameters",
-        loss="linear",
-    )
+    saved = {"checkpointing": "full", "offload": "parameters", "loss": "linear"}
+    plan = Plan(c["seq"], "deepspeed", 3, data=c["gpus"] // shared, context=shared, **saved)
     measured = row["value"]["tokens_per_s"] / c["gpus"]
     return models.load(c["model"]), plan, hardware.cluster(c["gpu"], c["gpus"]), measured
 

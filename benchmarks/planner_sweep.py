@@ -10,26 +10,24 @@ ZeRO-1, 2,048 sequences of 2,048 tokens per step or 512 of 8,192. arXiv 2312.123
 A100, Megatron-DeepSpeed, 1,024 tokens, attention written out, whole blocks recomputed.
 """
 
-import argparse
 import functools
-import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pandas
 
-from benchmarks.planner_rows import gpt
+from benchmarks.harness import options, publish, table
+from benchmarks.planner_rows import gpt, llama
 from course_lib.planning import cost, hardware, intervals, memory, models, strategy
 from course_lib.planning.intervals import chance_that_it_fits, regime_of
 from course_lib.planning.plan import Plan
-from course_lib.writing import write_text
 
-PAGE = Path(__file__).with_name("planner-sweep.md")
-SIZES = {"13B": (40, 40, 5120, 13824), "30B": (60, 52, 6656, 17920), "65B": (80, 64, 8192, 22016)}
-"""Blocks, heads, hidden and MLP sizes of the Llamas (arXiv 2302.13971)."""
+SIZES = {"13B": (5120, 40, 40, 13824), "30B": (6656, 60, 52, 17920), "65B": (8192, 80, 64, 22016)}
+"""Hidden size, blocks, heads and MLP sizes of the Llamas (arXiv 2302.13971)."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +45,8 @@ class Run:
 @functools.cache
 def model_of(size: str) -> models.Model:
     """The Llama of a size."""
-    layers, heads, hidden, ffn = SIZES[size]
-    return models.from_config(
-        {
-            "model_type": "llama",
-            "hidden_size": hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads,
-            "intermediate_size": ffn,
-            "vocab_size": 128_000,
-        }
-    )
+    hidden, layers, heads, ffn = SIZES[size]
+    return llama(hidden, layers, heads, heads, ffn, 128_000)
 
 
 def read(name: str, row: dict[str, Any]) -> Run | None:
@@ -142,73 +130,72 @@ def read_small(row: dict[str, Any]) -> tuple[Plan, float]:
 def of_small_models(rows: list[dict[str, Any]]) -> Iterator[str]:
     """The page's part on the second sweep."""
     halves = [[read_small(row) for row in rows[start::2]] for start in (0, 1)]
+    yield "## Small models on one node"
     yield (
-        f"\n## Small models on one node\n\n{len(rows)} runs of arXiv 2312.12391, whose steps wait for the host. "
+        f"{len(rows)} runs of arXiv 2312.12391, whose steps wait for the host. "
         "How long it needs for an operation (`hardware.LAUNCH`, `work.MEGATRON_OPERATIONS`) is from every second of "
-        "them; the others were left out. Error of the step's time:\n\n"
-        "| | chosen by | left out |\n| --- | ---: | ---: |"
+        "them; the others were left out. Error of the step's time:"
     )
-    kinds: list[tuple[str, Callable[[Plan], bool]]] = [("all, median of its absolute value", lambda plan: True)]
-    for size in (1, 2, 4, 8):
-        kinds.append((f"micro-batch {size}, median", lambda plan, size=size: plan.micro_batch == size))
-    for size in (1, 2, 4, 8):
-        kinds.append((f"tensor ranks {size}, median", lambda plan, size=size: plan.tensor == size))
-    for name, chosen in kinds:
-        errors = [[error for plan, error in half if chosen(plan)] for half in halves]
-        cells = [
-            f"{statistics.median(map(abs, half)):.1%}"
-            if "absolute" in name
-            else f"{statistics.median(half):+.0%}"
-            if half
-            else ""
-            for half in errors
-        ]
-        yield f"| {name} | " + " | ".join(cells) + " |"
+    of_all = (f"{median(abs(error) for _, error in half):.1%}" for half in halves)
+    found = [("all, median of its absolute value", *of_all)]
+    for what, name in (("micro_batch", "micro-batch"), ("tensor", "tensor ranks")):
+        for size in (1, 2, 4, 8):
+            errors = [[error for plan, error in half if getattr(plan, what) == size] for half in halves]
+            found.append((f"{name} {size}, median", *(f"{median(half):+.0%}" if half else "" for half in errors)))
+    yield table(" | chosen by | left out", found, right=(1, 2))
 
 
 def report(found: list[Run]) -> Iterator[str]:
     """The page's part on the first sweep."""
     went = [run for run in found if run.measured is not None]
     yield (
-        "# The planner beside sweeps that others made\n\nWritten by `python -m benchmarks.planner_sweep`. "
+        f"Written by `python -m benchmarks.planner_sweep`. "
         f"{len(found)} runs of arXiv 2311.05610 with FlashAttention, {len(found) - len(went)} of which ran out of "
         "memory. No constant, no formula and no error that intervals are made of is from them. One word of how they "
         "are read was chosen when it had been seen which ran out: their logits are read as gathered on every tensor "
-        "rank, which the source does not say.\n\n"
-        "## Chance to fit\n\n| chance told | runs | ran | |\n| --- | ---: | ---: | ---: |"
+        "rank, which the source does not say."
     )
-    bins: dict[int, list[Run]] = defaultdict(list)
+    tenths: dict[int, list[bool]] = defaultdict(list)
     for run in found:
-        bins[min(int(run.chance * 10), 9)].append(run)
-    for tenth, members in sorted(bins.items()):
-        ran = sum(run.measured is not None for run in members)
-        yield f"| {tenth * 10}% to {tenth * 10 + 10}% | {len(members)} | {ran} | {ran / len(members):.0%} |"
+        tenths[min(int(run.chance * 10), 9)].append(run.measured is not None)
+    yield "## Chance to fit"
+    chances = [
+        (f"{tenth * 10}% to {tenth * 10 + 10}%", len(ran), sum(ran), f"{sum(ran) / len(ran):.0%}")
+        for tenth, ran in sorted(tenths.items())
+    ]
+    yield table("chance told | runs | ran | ", chances, right=(1, 2, 3))
     likely = [run for run in found if run.chance >= strategy.AT_LEAST]
-    right = sum(run.measured is not None for run in likely)
+    right, others = sum(run.measured is not None for run in likely), len(found) - len(likely)
     rest = len(went) - right
     yield (
-        f"\nOf {len(likely)} that were told half a chance or more {right} ran, {right / len(likely):.0%}; of the "
-        f"{len(found) - len(likely)} others {rest}, {rest / (len(found) - len(likely)):.0%}.\n\n"
-        "## Speed\n\n| regime | runs | median error | in the 80% interval |\n| --- | ---: | ---: | ---: |"
+        f"Of {len(likely)} that were told half a chance or more {right} ran, {right / len(likely):.0%}; of the "
+        f"{others} others {rest}, {rest / others:.0%}."
     )
+    yield "## Speed"
+    yield table("regime | runs | median error | in the 80% interval", speeds(went), right=(1, 2, 3))
+
+
+def speeds(went: list[Run]) -> Iterator[tuple]:
+    """Of each regime the error, and how often the interval holds."""
     for regime in (*intervals.REGIMES, "all"):
         members = [run for run in went if regime in (run.regime, "all")]
         if members:
             spans = [intervals.interval("tokens/s/GPU", run.predicted, run.regime) for run in members]
             inside = sum(span.low <= (run.measured or 0) <= span.high for span, run in zip(spans, members, strict=True))
-            middle = statistics.median(run.predicted / (run.measured or 1) - 1 for run in members)
-            yield f"| {regime} | {len(members)} | {middle:+.1%} | {inside}, {inside / len(members):.0%} |"
+            middle = median(run.predicted / (run.measured or 1) - 1 for run in members)
+            yield regime, len(members), f"{middle:+.1%}", f"{inside}, {inside / len(members):.0%}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("layouts", type=Path, help="folder with the first sweep's spreadsheets")
-    parser.add_argument("small", type=Path, help="the second one's table")
-    args = parser.parse_args()
+    """Read both, and write the page."""
+    args = options(
+        __doc__,
+        layouts={"type": Path, "help": "folder with the first sweep's spreadsheets"},
+        small={"type": Path, "help": "the second one's table"},
+    )
     small = pandas.read_csv(args.small, encoding="utf-8-sig").to_dict("records")
-    text = "\n".join([*report(runs(args.layouts)), *of_small_models(small)]) + "\n"
-    write_text(PAGE, text)
-    print(text)
+    parts = [*report(runs(args.layouts)), *of_small_models(small)]
+    publish("planner-sweep", "The planner beside sweeps that others made", (), *parts)
 
 
 if __name__ == "__main__":
