@@ -20,15 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.hardware import processes, report  # noqa: E402
-from benchmarks.hardware.findings import Settings  # noqa: E402
-from benchmarks.hardware.processes import ENDING_SECONDS, Section  # noqa: E402
-from course_lib.errors import LaunchError  # noqa: E402
-from course_lib.launching.launch_environment import check_loopback  # noqa: E402
-from course_lib.writing import write_text  # noqa: E402
+from benchmarks.hardware import processes, report
+from benchmarks.hardware.findings import Settings
+from benchmarks.hardware.processes import ENDING_SECONDS, ROOT, Section
+from course_lib.errors import LaunchError
+from course_lib.launching.launch_environment import check_loopback
+from course_lib.writing import write_text
 
 PROBE_SECONDS = 120
 NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0"}

@@ -9,28 +9,12 @@ import nbformat
 from benchmarks.hardware.findings import Findings, Settings, failed, first_line
 from benchmarks.hardware.processes import ROOT
 
-DEVICE = {
-    "00_start_here": ("cuda", 2),
-    "01_basic_loop": ("cuda", 1),
-    "02_data_parallel": ("auto", 2),
-    "03_accelerate": ("auto", 2),
-    "04_distributed_evaluation": ("auto", 2),
-    "05_zero_stages": ("cuda", 4),
-    "06_fsdp": ("auto", 2),
-    "07_pipeline_schedules": ("cuda", 2),
-    "08_tensor_and_hybrid": ("auto", 2),
-    "09_plan_and_simulate": ("cuda", 2),
-    "11_wandb": ("cuda", 2),
-    "12_sagemaker": ("cuda", 2),
-    "13_capstone": ("cuda", 2),
-    "14_long_contexts": ("cuda", 2),
-    "15_experts": ("cuda", 2),
-    "16_gradient_audit": ("cuda", 2),
-    "17_where_the_time_goes": ("cuda", 2),
-    "18_talking_less": ("cuda", 2),
-    "19_too_large_to_fine_tune": ("cuda", 2),
-}
-"""The value of each lesson's parameter ``device`` where there are so many GPUs, which its other parameters ask for."""
+GPUS = {"01_basic_loop": 1, "05_zero_stages": 4}
+"""GPUs that a lesson wants for its default parameters; all others want two."""
+AUTO = ("02_data_parallel", "03_accelerate", "04_distributed_evaluation", "06_fsdp", "08_tensor_and_hybrid")
+"""Lessons that also start more ranks than that: their parameter ``device`` is auto, all others' cuda."""
+ON_CPU = ("10_faults_and_hangs",)
+"""Lessons without that parameter."""
 ALONE = ("01_basic_loop", "09_plan_and_simulate")
 """Quick ones on one GPU: one that uses it, and one whose ranks are on the CPU of a machine that has one."""
 TOGETHER = ("01_basic_loop", "08_tensor_and_hybrid", "09_plan_and_simulate")
@@ -51,9 +35,8 @@ def run(settings: Settings, findings: Findings) -> None:
         if findings.is_late(name):
             continue
         parameters = {} if settings.full else dict(SHORTER.get(name, {}))
-        device, gpus = DEVICE.get(name, ("", 0))
-        if gpus and settings.gpus >= gpus:
-            parameters["device"] = device
+        if name not in ON_CPU and settings.gpus >= GPUS.get(name, 2):
+            parameters["device"] = "auto" if name in AUTO else "cuda"
         with findings.trying(f"lesson {name}") as attempt:
             _execute(
                 ROOT / "notebooks" / f"{name}.ipynb",
@@ -90,20 +73,9 @@ def _one_cell(folder: Path) -> Path:
 def _execute(notebook: Path, parameters: dict[str, object], folder: Path, seconds: float) -> None:
     """Papermill, as a user calls it."""
     folder.mkdir(parents=True, exist_ok=True)
-    options = [text for key, value in parameters.items() for text in ("-p", key, str(value))]
-    command = [
-        sys.executable,
-        "-m",
-        "papermill",
-        str(notebook),
-        str(folder / "done.ipynb"),
-        *options,
-        "--cwd",
-        str(folder),
-        "--no-progress-bar",
-        "-k",
-        "python3",
-    ]
+    given = " ".join(f"-p {key} {value}" for key, value in parameters.items())
+    command = [sys.executable, "-m", "papermill", str(notebook), str(folder / "done.ipynb"), "--cwd", str(folder)]
+    command += f"{given} --no-progress-bar -k python3".split()
     ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     print(ended.stdout, ended.stderr)
     if ended.returncode:

@@ -121,16 +121,9 @@ def run(settings: Settings, findings: Findings) -> None:
         with findings.trying(label):
             held = planning.estimate(subject.known, subject.plan(strategy, engine, settings.gpus, precision, again))
             options = {"strategy": strategy, "engine": engine, "mixed_precision": precision, "checkpointing": again}
-            found = launch(
-                on_rank,
-                subject,
-                settings.room("memory") / str(number),
-                settings.gpus,
-                options,
-                num_processes=settings.gpus,
-                device="cuda",
-                timeout=SECONDS,
-            )
+            folder = settings.room("memory") / str(number)
+            ranks = {"num_processes": settings.gpus, "device": "cuda", "timeout": SECONDS}
+            found = launch(on_rank, subject, folder, settings.gpus, options, **ranks)
             at = max(found, key=lambda each: each["peak"])
             for kind, predicted, counted in kinds(held, at, engine, strategy == "ddp" and settings.gpus > 1):
                 table.row(

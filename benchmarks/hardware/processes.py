@@ -101,10 +101,10 @@ def run(section: Section, settings: Settings, logs: Path, seconds: float = inf) 
     time for all sections.
     """
     started, room = time.monotonic(), settings.room(section.name)
-    found, log = room / "findings.json", logs / f"{section.name}.log"
+    asked, found, log = room / "settings.json", room / "findings.json", logs / f"{section.name}.log"
     own = section.seconds * (section.full_factor if settings.full else 1)
     mark, limit = uuid.uuid4().hex, min(own, seconds)
-    (room / "settings.json").write_text(json.dumps(asdict(replace(settings, seconds=limit))), encoding="utf-8")
+    asked.write_text(json.dumps(asdict(replace(settings, seconds=limit))), encoding="utf-8")
     environment = {
         name: value for name, value in os.environ.items() if name not in LAUNCHED and not name.startswith("ACCELERATE_")
     }
@@ -113,14 +113,7 @@ def run(section: Section, settings: Settings, logs: Path, seconds: float = inf) 
     if settings.simulated:
         environment["OMP_NUM_THREADS"] = "1"  # its kernels are the CPU's
     environment |= {MARK: mark, "PYTHONPATH": os.pathsep.join([str(ROOT), *given])}
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.hardware.processes",
-        section.target,
-        str(room / "settings.json"),
-        str(found),
-    ]
+    command = [sys.executable, "-m", "benchmarks.hardware.processes", section.target, str(asked), str(found)]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
@@ -138,24 +131,15 @@ def run(section: Section, settings: Settings, logs: Path, seconds: float = inf) 
         finally:
             late = process.poll() is None
             _end(process, mark)
-    content: dict[str, Any] = {"parts": [], "failures": [], "left_out": []}
-    if found.exists():
-        content = json.loads(found.read_text(encoding="utf-8"))
-    failures = [(what, why) for what, why in content["failures"]]
+    content: dict[str, Any] = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
+    failures, left_out = ([(what, why) for what, why in content.get(part, ())] for part in ("failures", "left_out"))
     if late and limit < own:
-        content["left_out"].append(("the rest of it", f"ended after {limit:.0f} s, its share of --minutes"))
+        left_out.append(("the rest of it", f"ended after {limit:.0f} s, its share of --minutes"))
     elif late:
         failures.append((section.name, f"not done after {limit:g} s, and ended"))
     elif process.returncode:
         failures.append((section.name, f"its process ended with {process.returncode}"))
-    return Outcome(
-        section,
-        content["parts"],
-        failures,
-        [(what, why) for what, why in content["left_out"]],
-        time.monotonic() - started,
-        log,
-    )
+    return Outcome(section, content.get("parts", []), failures, left_out, time.monotonic() - started, log)
 
 
 def _end(process: subprocess.Popen, mark: str) -> None:

@@ -103,7 +103,7 @@ def product_rate(precision: str) -> float:
 def run(settings: Settings, findings: Findings) -> None:
     """Every system in turn, and again in the opposite order."""
     subject, ranks = subjects.choose(settings), settings.gpus
-    chosen = [each for each in systems(ranks) if not each.compiles or _can_compile(settings)]
+    chosen = [each for each in systems(ranks) if not (each.compiles and _no_compile(settings))]
     if left := [each.name for each in systems(ranks) if each not in chosen]:
         findings.leave_out(", ".join(left), _no_compile(settings))
     if settings.tiny:
@@ -138,18 +138,11 @@ def run(settings: Settings, findings: Findings) -> None:
 def _trial(settings: Settings, system: System, subject: Subject, shape: tuple[int, int, int], name: str) -> list[float]:
     """Tokens/s of all ranks together in each stretch."""
     folder = settings.room("speed") / "".join(letter if letter.isalnum() else "-" for letter in name)
+    ranks = settings.gpus
     seconds = launch(
-        on_rank,
-        system,
-        subject,
-        folder,
-        settings.gpus,
-        shape,
-        num_processes=settings.gpus,
-        device="cuda",
-        timeout=SECONDS,
+        on_rank, system, subject, folder, ranks, shape, num_processes=ranks, device="cuda", timeout=SECONDS
     )[0]
-    tokens = shape[1] * subject.rows * subject.tokens * settings.gpus
+    tokens = shape[1] * subject.rows * subject.tokens * ranks
     return [tokens / each for each in seconds]
 
 
@@ -162,16 +155,13 @@ def _steps(settings: Settings, subject: Subject) -> int:
     return max(4, min(40, round(WINDOW_SECONDS * rate / (subject.rows * subject.tokens * settings.gpus))))
 
 
-def _can_compile(settings: Settings) -> bool:
-    return not settings.simulated and importlib.util.find_spec("triton") is not None
-
-
 def _no_compile(settings: Settings) -> str:
-    return (
-        "torch.compile makes kernels with Triton, which knows no simulated device"
-        if settings.simulated
-        else "triton, with which torch.compile makes kernels, is not installed"
-    )
+    """Why torch.compile is of no use here; empty where it is."""
+    if settings.simulated:
+        return "torch.compile makes kernels with Triton, which knows no simulated device"
+    if importlib.util.find_spec("triton") is None:
+        return "triton, with which torch.compile makes kernels, is not installed"
+    return ""
 
 
 def _summary(settings: Settings, findings: Findings, subject: Subject, trials: dict[str, list[list[float]]]) -> None:
@@ -185,12 +175,8 @@ def _summary(settings: Settings, findings: Findings, subject: Subject, trials: d
     if not settings.simulated:
         with findings.trying("a large product"):
             product = launch(product_rate, subject.precision, num_processes=1, device="cuda", timeout=SECONDS)[0]
-            findings.note(
-                f"An 8192 x 8192 product in {dtype} reaches {product / 1e12:.0f} TFLOP/s here; the datasheet "
-                f"says {peak / 1e12:.0f}."
-                if peak
-                else f"An 8192 x 8192 product in {dtype} reaches {product / 1e12:.0f} TFLOP/s here."
-            )
+            says = f"; the datasheet says {peak / 1e12:.0f}" if peak else ""
+            findings.note(f"An 8192 x 8192 product in {dtype} reaches {product / 1e12:.0f} TFLOP/s here{says}.")
     findings.note(f"A token takes {flops / 1e6:.1f} MFLOP forward and backward (arXiv 2204.02311, appendix B).")
     table = findings.table(
         "system", "tokens/s, median (least to most)", f"MFU, of the datasheet's {dtype}", "of the product measured here"

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.hardware.findings import Findings, Settings
+from benchmarks.harness import STEPS_ALONE
 from course_lib.config import build
 from course_lib.config.axes import ENGINES
 from course_lib.launching.launch import launch
@@ -34,7 +35,7 @@ WATCHDOG = 60.0
 
 # A Llama has no dropout, whose masks each device would draw differently. Adam's epsilon is large, so that a gradient
 # that is all rounding does not become a whole step.
-RUN: dict[str, Any] = {
+RUN: dict[str, Any] = STEPS_ALONE | {
     "model": "tiny-llama",
     "task": "causal_lm",
     "dataset": "tweets",
@@ -47,13 +48,9 @@ RUN: dict[str, Any] = {
     "warmup_steps": 2,
     "max_steps": STEPS,
     "save_steps": SAVED,
-    "eval_steps": 0,
     "logging_steps": 1,
-    "keep_best": False,
     "save_total_limit": None,
     "baselines": False,
-    "progress_bar": False,
-    "tracker": "none",
     "desync_steps": 2,
 }
 
@@ -84,66 +81,38 @@ class Case:
 
     def config(self, folder: Path) -> dict[str, Any]:
         """Its options."""
-        pipelines = self.options.get("data_parallel_size", 1)
-        rows = (
-            {"batch_size": ROWS // pipelines}
-            if self.options.get("training_type") == "pipeline"
-            else {"global_batch_size": ROWS, "batch_size": max(1, ROWS // 2 // self.ranks)}
-        )
-        return (
-            RUN
-            | rows
-            | {
-                "strategy": self.strategy,
-                "engine": self.engine,
-                "mixed_precision": self.precision,
-                "device": "cuda",
-                "output_dir": str(folder),
-                "watchdog": WATCHDOG,
-            }
-            | self.options
-        )
+        rows = {"global_batch_size": ROWS, "batch_size": max(1, ROWS // 2 // self.ranks)}
+        if self.options.get("training_type") == "pipeline":
+            rows = {"batch_size": ROWS // self.options.get("data_parallel_size", 1)}
+        own = {"strategy": self.strategy, "engine": self.engine, "mixed_precision": self.precision}
+        where = {"device": "cuda", "output_dir": str(folder), "watchdog": WATCHDOG}
+        return RUN | rows | own | where | self.options
 
 
 def cases(settings: Settings) -> list[Case]:
     """What is run: in fp32 all pairs, in 16 bits some; with ``--full`` all of both, on one GPU too, and offloaded."""
+    gpus, full = settings.gpus, settings.full
     if settings.tiny:
-        return [Case("ddp", "torch", settings.gpus), Case("ddp", "scratch", settings.gpus)]
+        return [Case("ddp", "torch", gpus), Case("ddp", "scratch", gpus)]
     pairs = [(strategy, engine) for strategy, engines in ENGINES.items() for engine in engines]
-    found = [Case(*pair, settings.gpus) for pair in pairs]
-    chosen = (
-        pairs if settings.full else [("ddp", "torch"), ("zero2", "deepspeed"), ("zero3", "scratch"), ("fsdp", "torch")]
-    )
-    found += [Case(*pair, settings.gpus, "bf16") for pair in chosen if settings.bf16]
+    few = [("ddp", "torch"), ("zero2", "deepspeed"), ("zero3", "scratch"), ("fsdp", "torch")]
+    chosen = pairs if full else few
+    found = [Case(*pair, gpus) for pair in pairs]
+    found += [Case(*pair, gpus, "bf16") for pair in chosen if settings.bf16]
     found += [
-        Case(*pair, settings.gpus, "fp16")
-        for pair in chosen
-        if pair == ("ddp", "torch") or (pair[1] == "deepspeed" and settings.full)
+        Case(*pair, gpus, "fp16") for pair in chosen if pair == ("ddp", "torch") or (pair[1] == "deepspeed" and full)
     ]
-    found += [
-        Case(
-            case.strategy,
-            case.engine,
-            settings.gpus,
-            options={"training_type": "pipeline", **case.options},
-            name=case.name,
-        )
-        for case in _pipelines(settings.gpus)
-    ]
-    if settings.full:
-        found += [
-            Case(strategy, engine, settings.gpus, options={"offload": offload}, name=f"{offload} offloaded")
-            for strategy, engine, offload in (
-                ("zero1", "deepspeed", "optimizer"),
-                ("zero2", "deepspeed", "optimizer"),
-                ("zero3", "deepspeed", "optimizer"),
-                ("zero3", "deepspeed", "parameters"),
-                ("fsdp", "torch", "parameters"),
-                ("fsdp", "accelerate", "parameters"),
-            )
-        ]
-        found += [Case(*pair, 1) for pair in pairs if settings.gpus > 1]
+    found += _pipelines(gpus)
+    if full:
+        offloaded = [(strategy, "deepspeed", "optimizer") for strategy in ("zero1", "zero2", "zero3")]
+        offloaded += [(*pair, "parameters") for pair in pairs if pair in OFFLOADING]
+        found += [Case(*pair, gpus, options={"offload": what}, name=f"{what} offloaded") for *pair, what in offloaded]
+        found += [Case(*pair, 1) for pair in pairs if gpus > 1]
     return found
+
+
+OFFLOADING = (("zero3", "deepspeed"), ("fsdp", "torch"), ("fsdp", "accelerate"))
+"""Those that offload parameters."""
 
 
 def _pipelines(gpus: int) -> list[Case]:
@@ -152,12 +121,12 @@ def _pipelines(gpus: int) -> list[Case]:
     if gpus % size or ROWS % (gpus // size) or ROWS * size // gpus < 2 * size:
         return []
     zero_bubble = "zb_h1" if size == 4 else "zbv"  # which takes two of the model's four blocks per rank
-    grid = {"pipeline_parallel_size": size, "data_parallel_size": gpus // size}
+    grid = {"training_type": "pipeline", "pipeline_parallel_size": size, "data_parallel_size": gpus // size}
+    found = [("ddp", "scratch", "1f1b"), ("zero1", "scratch", zero_bubble), ("ddp", "torch", "gpipe")]
+    found += [("fsdp", "torch", "1f1b")] if gpus > size else []
     return [
-        Case("ddp", "scratch", gpus, options=grid | {"schedule": "1f1b"}, name="pipeline 1f1b"),
-        Case("zero1", "scratch", gpus, options=grid | {"schedule": zero_bubble}, name=f"pipeline {zero_bubble}"),
-        Case("ddp", "torch", gpus, options=grid | {"schedule": "gpipe"}, name="pipeline gpipe"),
-        *([Case("fsdp", "torch", gpus, options=grid | {"schedule": "1f1b"}, name="pipeline 1f1b")] * (gpus > size)),
+        Case(strategy, engine, gpus, options=grid | {"schedule": schedule}, name=f"pipeline {schedule}")
+        for strategy, engine, schedule in found
     ]
 
 

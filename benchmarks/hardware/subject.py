@@ -11,6 +11,7 @@ import pyarrow as pa
 from transformers import GPT2LMHeadModel
 
 from benchmarks.hardware.findings import Settings
+from benchmarks.harness import STEPS_ALONE
 from course_lib.config import build
 from course_lib.data.processing import Collator, ProcessedData
 from course_lib.lessons.lab_gpt2 import gpt2
@@ -49,18 +50,9 @@ class Subject:
     @property
     def known(self) -> Model:
         """As the planner knows it."""
-        return models.from_config(
-            {
-                "model_type": "gpt2",
-                "n_layer": self.layers,
-                "n_embd": self.width,
-                "n_head": self.heads,
-                "n_positions": self.tokens,
-                "vocab_size": self.vocabulary,
-                "resid_pdrop": 0.0,
-            },
-            "GPT-2",
-        )
+        sizes = {"n_layer": self.layers, "n_embd": self.width, "n_head": self.heads, "n_positions": self.tokens}
+        more = {"model_type": "gpt2", "vocab_size": self.vocabulary, "resid_pdrop": 0.0}
+        return models.from_config(sizes | more, "GPT-2")
 
     @property
     def described(self) -> str:
@@ -74,16 +66,8 @@ class Subject:
 
     def model(self) -> GPT2LMHeadModel:
         """The model in fp32 on the CPU; the same weights on every call."""
-        made = gpt2(
-            self.layers,
-            self.width,
-            self.tokens,
-            self.vocabulary,
-            heads=self.heads,
-            attn_implementation="sdpa",
-            use_cache=False,
-        )
-        return made.train()
+        sizes = self.layers, self.width, self.tokens, self.vocabulary
+        return gpt2(*sizes, heads=self.heads, attn_implementation="sdpa", use_cache=False).train()
 
     def rows_of_tokens(self, count: int) -> datasets.Dataset:
         """So many rows of random tokens, as :class:`ProcessedData` has them."""
@@ -142,7 +126,8 @@ def trainer(
 ) -> Trainer:
     """One of the course's trainers over it, without evaluation, checkpoints, logged lines and guards."""
     config = build(
-        {
+        STEPS_ALONE
+        | {
             "task": "causal_lm",
             "max_length": subject.tokens,
             "batch_size": subject.rows,
@@ -156,10 +141,6 @@ def trainer(
             "lr_scheduler": "constant",
             "max_grad_norm": CLIP,
             "logging_steps": 10**6,
-            "eval_steps": 0,
-            "save_steps": 0,
-            "keep_best": False,
-            "progress_bar": False,
             "output_dir": str(folder),
         }
         | options
