@@ -2,7 +2,7 @@
 
     python tools/transcript.py
 
-Each command is quick, trains nothing and asks no network; what it said before this page was begun stands beside it.
+Each command is quick, trains nothing and asks no network.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -21,64 +20,25 @@ PAGE = ROOT / "docs" / "commands.md"
 WIDTH = 80
 
 
-class Case(NamedTuple):
-    """A command, the line of its output that matters (a pattern; by default the last one), and the earlier answer."""
-
-    command: str
-    before: str
-    line: str = ""
-
-
-CASES = (
-    Case("trian --model tiny-bert", "[2] course: unknown command `trian`: did you mean `train`?"),
-    Case(
-        "train --learning_rat 1e-4",
-        "[2] course: unknown option `--learning_rat`: did you mean `--learning_rate` or "
-        "`--training_type` or `--clean_text`?",
-    ),
-    Case(
-        "train --strategy zero4",
-        "[2] course: option: `strategy` cannot be 'zero4': did you mean `zero3` or `zero2` or `zero1`?",
-    ),
-    Case(
-        "train --config nofile.yaml",
-        "[2] course: no config file nofile.yaml: choose from `.pre-commit-config.yaml`, `environment.yml`",
-    ),
-    Case(
-        "train --training_type basic --num_processes 2",
-        "[2] course: training_type basic runs one process, not num_processes=2: use --training_type accelerated",
-    ),
-    Case("train --schedule zbv --pipeline_parallel_size 2 --num_processes 2", "[0] trained data-parallel"),
-    Case("train --bf16 --mixed_precision no", "[0] trained in fp32"),
-    Case("train --explain warmup_ratio", "[2] course: unknown option `--explain`", "read by.*"),
-    Case("train --help", "[0] 70 lines of usage, then sections; 116 columns", "what matters first:"),
-    Case(
-        "schedule --schedule dualpipev --ranks 8 --microbatches 32",
-        "[0] a time line without a number, and a table several hundred columns wide",
-        "rank  0 .*",
-    ),
-    Case("schedule --compare --ranks 4 --microbatches 8 --json", "[2] course: unknown option `--json`", '"schedule".*'),
-    Case(
-        "plan --model gpt2 --gpu H100 --tokens 3B --dataset corpus.txt",
-        "[0] a command without data and steps",
-        "--max_length.*",
-    ),
-    Case(
-        "plan --model facebook/opt-1.3b --gpu A100-80 --tokens 1B",
-        "[0] no price is known: name a SageMaker instance; and no margin",
-        r"tokens take [^;]*; \$[\d,]+",
-    ),
-    Case("plan --model gpt2 --gpu H100 --gpus 0", "[2] course: --gpus 0: give a whole number from 1 on"),
-    Case(
-        "submit --model tiny-bert --instance_type ml.p4d.24xlarge --instance_count 2",
-        "[1] sent, to run for up to 24 hours and $1,809.02",
-    ),
-    Case(
-        "submit --model tiny-bert --instance_type ml.g5.xlarge --to slurm --dry_run",
-        "[0] #SBATCH --time=24:00:00",
-        "#SBATCH --time.*",
-    ),
-)
+CASES = {
+    "trian --model tiny-bert": "",
+    "train --learning_rat 1e-4": "",
+    "train --strategy zero4": "",
+    "train --config nofile.yaml": "",
+    "train --training_type basic --num_processes 2": "",
+    "train --schedule zbv --pipeline_parallel_size 2 --num_processes 2": "",
+    "train --bf16 --mixed_precision no": "",
+    "train --explain warmup_ratio": "read by.*",
+    "train --help": "what matters first:",
+    "schedule --schedule dualpipev --ranks 8 --microbatches 32": "rank  0 .*",
+    "schedule --compare --ranks 4 --microbatches 8 --json": '"schedule".*',
+    "plan --model gpt2 --gpu H100 --tokens 3B --dataset corpus.txt": "--max_length.*",
+    "plan --model facebook/opt-1.3b --gpu A100-80 --tokens 1B": "tokens take [^;]*; \\$[\\d,]+",
+    "plan --model gpt2 --gpu H100 --gpus 0": "",
+    "submit --model tiny-bert --instance_type ml.p4d.24xlarge --instance_count 2": "",
+    "submit --model tiny-bert --instance_type ml.g5.xlarge --to slurm --dry_run": "#SBATCH --time.*",
+}
+"""Commands, and of each the line of its output that matters: a pattern, or empty for the last one."""
 
 
 def said(command: str, line: str = "") -> str:
@@ -106,21 +66,18 @@ def page() -> str:
     try:
         with tempfile.TemporaryDirectory() as empty:
             os.chdir(empty)
-            rows = [(case.command, case.before, said(case.command, case.line)) for case in CASES]
+            rows = [
+                f"| {_cell(f'course {command}')} | {_cell(said(command, line))} |" for command, line in CASES.items()
+            ]
     finally:
         sys.stdin = keyboard
         os.chdir(here)
         os.environ.pop("COLUMNS")
         if asked is not None:
             os.environ["COLUMNS"] = asked
-    blocks = [
-        f"`course {command}`\n\n| | |\n|---|---|\n| before | {_cell(before)} |\n| now | {_cell(now)} |\n"
-        for command, before, now in rows
-    ]
     return (
         "# What commands say\n\nWritten by `python tools/transcript.py`, held by `tests/tools/test_transcript.py`: "
-        "the exit code and the line that\nmatters, before and after the commands were gone through one by one "
-        "(November 2026).\n\n" + "\n".join(blocks)
+        "the exit code and the line that\nmatters.\n\n| command | says |\n|---|---|\n" + "\n".join(rows) + "\n"
     )
 
 
