@@ -85,7 +85,7 @@ def check(args: Namespace, runs: Runs, compute: float) -> Iterator[str]:
 
 
 def shape(args: Namespace, steps: int, evaluate_every: int, seed: int) -> dict[str, int]:
-    """Of a training."""
+    """Arguments of a training: its length, its seed, and the sizes that all share."""
     own = {"steps": steps, "evaluate_every": evaluate_every, "seed": seed}
     return own | {"sync_every": args.sync_every, "width": args.width}
 

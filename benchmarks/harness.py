@@ -53,7 +53,7 @@ ON_GPUS = {
 
 
 def place_of_ranks(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """By ``ON_GPUS`` ``gpu`` or ``cpu``, and what ``launch`` is to be told."""
+    """``gpu`` or ``cpu`` by the options ``ON_GPUS``, and the arguments of ``launch`` for its ranks."""
     gpus = 0 if args.cpu else torch.cuda.device_count()
     kind, device = ("gpu", "cuda") if gpus else ("cpu", "cpu")
     return kind, {"num_processes": args.num_processes or gpus or 2, "device": device}
@@ -84,7 +84,7 @@ def join_ranks(cpu: bool = False) -> torch.device:
 
 
 def seconds(step: Callable[[], object], steps: int = 1) -> float:
-    """Of one of so many steps, by the clock on the wall; all ranks begin and end together."""
+    """Wall-clock seconds per step, over so many steps; all ranks begin and end together."""
     _wait()
     begin = time.perf_counter()
     for _ in range(steps):
@@ -94,7 +94,7 @@ def seconds(step: Callable[[], object], steps: int = 1) -> float:
 
 
 def _wait() -> None:
-    """For this rank's GPU, and for the other ranks."""
+    """Wait for this rank's GPU, and for the other ranks."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     if dist.is_initialized():
@@ -102,7 +102,7 @@ def _wait() -> None:
 
 
 def in_turn(systems: Mapping[Name, Callable[[], Found]], rounds: int, warm_up: int = 0) -> dict[Name, list[Found]]:
-    """What each system gives in every round; no round is left out.
+    """Results of each system, one per round; no round is left out.
 
     They take turns, forward and back through the list, so that a drift of the machine meets them all.
 
@@ -121,19 +121,19 @@ def in_turn(systems: Mapping[Name, Callable[[], Found]], rounds: int, warm_up: i
 
 
 def ratios(numbers: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Of each round."""
+    """Ratio of two systems' numbers, round by round."""
     return [number / other for number, other in zip(numbers, others, strict=True)]
 
 
 def spread(
     values: Sequence[float], digits: int, what: str = "", middle: Callable[[Sequence[float]], float] = statistics.median
 ) -> str:
-    """Their median or other middle, what it is of, and the least and the largest."""
+    """Median, or another middle, of some values with the least and the largest: ``0.98 of ours (0.91–1.04)``."""
     return f"{middle(values):.{digits}f}{what} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
 def milliseconds(values: Sequence[float], digits: int = 1) -> str:
-    """The median of so many seconds."""
+    """Median of some seconds, in milliseconds."""
     return f"{1000 * statistics.median(values):.{digits}f}"
 
 

@@ -53,8 +53,8 @@ def main() -> int:
             (),
             f"Made by `python benchmarks/mutants.py` on {datetime.date.today()}, with hidden cases drawn by seed 1. A "
             "mutant is a solution with one operator, constant, keyword or line changed. Of "
-            f"{len(rows)} mutants the checks reject {rejected}; the other {len(rows) - rejected} change nothing that an "
-            "exercise asks for, each for the reason below.",
+            f"{len(rows)} mutants the checks reject {rejected}; the other {len(rows) - rejected} change nothing that "
+            "an exercise asks for, each for the reason below.",
             *tables,
         )
     return 0 if all(row.holds for row in rows) else 1
