@@ -8,7 +8,7 @@ the first gradient of each parameter is compared. What differs is named: the par
 from course_lib.audit.finding import Finding
 from course_lib.audit.layouts import AXES, Layout, layouts
 from course_lib.audit.session import Audited, audit
-from course_lib.audit.step import AuditedStep, GradientDiffers, Reference, record_step, step
+from course_lib.audit.step import AuditedStep, GradientDiffers, Reference, step
 from course_lib.audit.subject import Subject, gathered_shards
 from course_lib.audit.verdict import Verdict
 
@@ -25,6 +25,5 @@ __all__ = [
     "audit",
     "gathered_shards",
     "layouts",
-    "record_step",
     "step",
 ]

@@ -7,7 +7,7 @@ targets, one left out, or another rank's in its place.
 
 import dataclasses
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from course_lib.audit.finding import Finding, Kind, ranks_are
 from course_lib.audit.layouts import Layout
 from course_lib.audit.subject import Record
+from course_lib.audit.verdict import Verdict
 from course_lib.parallel.trees import map_tensors
 
 UNSURE = ("unrelated", "rank", "shard")
@@ -24,12 +25,44 @@ PRECISION = 1e-3
 """Of a weight, at least: below it weights are alike."""
 
 
+Parts = Sequence[Mapping[str, Tensor | None]]
+"""The gradient of each parameter, by batch."""
+
+
+def attribute(
+    verdict: Verdict, reference: Record, observed: Sequence[Record], gradients_of: Callable[[list[Any]], Parts]
+) -> None:
+    """Explain in a verdict what the gradients of the ranks' own batches explain.
+
+    Args:
+        verdict: whose findings are changed, or which is told why that was not tried.
+        reference: of one process.
+        observed: of the ranks.
+        gradients_of: one process's gradients of batches, each by itself.
+    """
+    batches, owner = distinct([record.batch for record in observed])
+    if len(batches) < 2:
+        return
+    try:
+        parts = gradients_of(batches)
+    except Exception as error:  # whatever a foreign loss makes of a part of its batch
+        told = str(error).partition("\n")[0]
+        verdict.untried = (
+            "what the ranks' own batches explain was not tried, since one process does not take them: "
+            f"{type(error).__name__}{told and f': {told}'}"
+        )
+    else:
+        verdict.gradients = attributed(
+            verdict.gradients, reference, observed, verdict.layout, parts, owner, verdict.within
+        )
+
+
 def attributed(
     findings: Sequence[Finding],
     reference: Record,
     observed: Sequence[Record],
     layout: Layout,
-    parts: Sequence[Mapping[str, Tensor | None]],
+    parts: Parts,
     owner: Sequence[int],
     within: float,
 ) -> list[Finding]:
@@ -81,18 +114,7 @@ def distinct(batches: Sequence[Any]) -> tuple[list[Any], list[int]]:
     return kept, owner
 
 
-def untried(error: BaseException) -> str:
-    """Reason why nothing was explained by batches, as a sentence: what one process raised with a rank's batch."""
-    told = str(error).partition("\n")[0]
-    return (
-        "what the ranks' own batches explain was not tried, since one process does not take them: "
-        f"{type(error).__name__}{told and f': {told}'}"
-    )
-
-
-def _has(
-    name: str, reference: Record, observed: Sequence[Record], parts: Sequence[Mapping[str, Tensor | None]]
-) -> bool:
+def _has(name: str, reference: Record, observed: Sequence[Record], parts: Parts) -> bool:
     wanted = reference.gradients[name]
     return wanted is not None and all(
         (g := held.get(name)) is not None and g.shape == wanted.shape
@@ -103,7 +125,7 @@ def _has(
 def _weights(
     names: Sequence[str],
     gradients: Mapping[str, Tensor | None],
-    parts: Sequence[Mapping[str, Tensor | None]],
+    parts: Parts,
     close: float,
 ) -> Tensor | None:
     """Of the batches, so that their weighted sum is the gradient; None where no weights are, or several."""
@@ -124,7 +146,7 @@ def _weights(
 def _explained(
     names: Sequence[str],
     observed: Sequence[Record],
-    parts: Sequence[Mapping[str, Tensor | None]],
+    parts: Parts,
     owner: Sequence[int],
     right: Tensor,
     close: float,

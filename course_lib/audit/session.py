@@ -1,13 +1,12 @@
 """Runs a model on one process and on every layout, and compares."""
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from course_lib.audit.attribution import attributed, distinct, untried
+from course_lib.audit.attribution import Parts, attribute
 from course_lib.audit.layouts import Layout
 from course_lib.audit.subject import Make, Record, observe, observe_parts
 from course_lib.audit.verdict import Verdict, judge
@@ -57,6 +56,10 @@ def audit(make: Make, layouts: Iterable[Layout], *, timeout: float = 120.0) -> A
     import torch._dynamo  # noqa: F401  (every optimizer does: 0.8 s of each rank that is forked from here)
 
     reference, dropout, notes = _reference(make, timeout)
+
+    def gradients_of(batches: list[Any]) -> Parts:
+        return _on_ranks(Layout(), timeout, observe_parts, make, batches, dropout)[0]
+
     verdicts, refused = [], {}
     failed: dict[Layout, CourseError] = {}
     for layout in layouts:
@@ -70,7 +73,9 @@ def audit(make: Make, layouts: Iterable[Layout], *, timeout: float = 120.0) -> A
             failed[layout] = error
             continue
         verdict = judge(reference, observed, layout)
-        verdicts.append(_attributed(verdict, reference, observed, make, timeout, dropout) if verdict.wrong else verdict)
+        if verdict.wrong:
+            attribute(verdict, reference, observed, gradients_of)
+        verdicts.append(verdict)
     if failed and not verdicts:
         raise next(iter(failed.values()))
     return Audited(
@@ -117,23 +122,6 @@ def _reference(make: Make, timeout: float) -> tuple[Record, bool, list[str]]:
         f"the step draws at random: with another seed one process has another gradient of `{name}`",
         "switch off what draws (dropout of functions and of attention, noise, samplers), or seed it in "
         "each step as on one process",
-    )
-
-
-def _attributed(
-    verdict: Verdict, reference: Record, observed: list[Record], make: Make, timeout: float, dropout: bool
-) -> Verdict:
-    """The verdict, with what the gradients of the ranks' own batches explain."""
-    batches, owner = distinct([record.batch for record in observed])
-    if len(batches) < 2:
-        return verdict
-    try:
-        (parts,) = _on_ranks(Layout(), timeout, observe_parts, make, batches, dropout)
-    except (CourseError, NotImplementedError) as error:
-        return dataclasses.replace(verdict, untried=untried(error))
-    return dataclasses.replace(
-        verdict,
-        gradients=attributed(verdict.gradients, reference, observed, verdict.layout, parts, owner, verdict.within),
     )
 
 

@@ -1,10 +1,8 @@
 """The audit of one step of any training loop, in the job that runs it."""
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from course_lib.audit.attribution import attributed, distinct, untried
+from course_lib.audit.attribution import attribute
 from course_lib.audit.layouts import Layout
 from course_lib.audit.session import check_reaches
 from course_lib.audit.subject import Record, Subject, gradients_of, plain_name, weights_of
@@ -71,9 +69,9 @@ class AuditedStep:
 @contextlib.contextmanager
 def step(
     model: nn.Module,
-    reference: Reference | str | os.PathLike,
+    reference: Reference,
     *,
-    batch: Any = None,
+    batch: Any,
     layout: Layout | None = None,
     gradients: Callable[[], Mapping[str, Tensor | None]] | None = None,
     weights: Callable[[], Mapping[str, Tensor]] | None = None,
@@ -85,9 +83,9 @@ def step(
 
     Args:
         model: as it is trained, wrapped or not.
-        reference: computed on rank 0 from the gathered batch, or a file that :func:`record_step` wrote.
+        reference: computed on rank 0 from the gathered batch.
         batch: of this rank; the ranks' are joined along dimension 0, in the order of the data axes (and along
-            dimension 1 in that of cp). Needed unless ``reference`` is a file.
+            dimension 1 in that of cp).
         layout: of the job; default: all ranks are data parallel.
         gradients: whole gradients by name, where ``.grad`` does not have them; every rank calls it.
         weights: whole parameters by name, likewise.
@@ -95,14 +93,12 @@ def step(
     Raises:
         GradientDiffers: on every rank.
         CourseError: the layout has another number of ranks than the job, no gradient was seen, the loss reaches no
-            weight, the file is of other weights, or what differs may be what was drawn at random in the block.
+            weight, or what differs may be what was drawn at random in the block.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     layout = layout or Layout(dp=ranks)
     if layout.ranks != ranks:
         raise CourseError(f"the layout {layout} has {layout.ranks} ranks, and the job {ranks}", "give the job's")
-    if isinstance(reference, Reference) and batch is None:
-        raise CourseError("a reference is to be computed, and of nothing", "give this rank's batch")
     told = AuditedStep()
     with _recorded(Subject(model, None, None, batch, gradients, weights), told) as mine:  # type: ignore[arg-type]
         yield told
@@ -117,24 +113,6 @@ def step(
     told.verdict = verdict[0]
     if strict and (told.verdict.wrong or not told.verdict.losses_agree):
         raise GradientDiffers(told.verdict)
-
-
-@contextlib.contextmanager
-def record_step(model: nn.Module, file: str | os.PathLike, *, terms: int = 1) -> Iterator[AuditedStep]:
-    """Write what one process does in this block: the reference of a job that is started elsewhere.
-
-    Args:
-        model: plain, on one process.
-        file: to be written, by ``torch.save``.
-        terms: numbers that a gradient is summed over, the elements of the whole batch: the tolerance grows with its
-            root.
-    """
-    told = AuditedStep()
-    with _recorded(Subject(model, None, None, None), told) as record:  # type: ignore[arg-type]
-        yield told
-    check_reaches(record)
-    record.terms = terms
-    torch.save(asdict(record), file)
 
 
 @contextlib.contextmanager
@@ -174,24 +152,15 @@ def _gathered(mine: Any, ranks: int) -> list[Any]:
     return everybody
 
 
-def _verdict(reference: Reference | str | os.PathLike, everybody: list[Any], layout: Layout) -> Verdict | CourseError:
+def _verdict(reference: Reference, everybody: list[Any], layout: Layout) -> Verdict | CourseError:
     """On rank 0; what could not be judged is returned, so that all ranks raise it."""
     observed, batches = [record for record, _ in everybody], [batch for _, batch in everybody]
     for record, batch in zip(observed, batches, strict=True):
         record.batch = batch
     try:
         for rank, record in enumerate(observed):
-            _check_same(observed[0], record, f"on rank {rank} as on rank 0", "hand rank 0's weights to all ranks first")
-        if isinstance(reference, Reference):
-            right = _computed(reference, observed[0].start, _joined(batches, layout))
-        else:
-            right = Record(**torch.load(Path(reference), weights_only=True))
-            _check_same(
-                right,
-                observed[0],
-                "in the job as in the reference's file",
-                "write the file from the weights that the step begins with",
-            )
+            _check_same(observed[0], record, rank)
+        right = _computed(reference, observed[0].start, _joined(batches, layout))
         check_reaches(right)
     except CourseError as error:
         return error
@@ -206,21 +175,24 @@ def _verdict(reference: Reference | str | os.PathLike, everybody: list[Any], lay
             "though they be right",
             "switch dropout off while the step is audited, and load the batch before the block",
         )
-    if verdict.wrong and isinstance(reference, Reference):
-        own, owner = distinct(batches)
-        try:
-            parts = [_computed(replace(reference, clip=None), observed[0].start, batch).gradients for batch in own]
-        except Exception as error:  # whatever a foreign loss makes of a part of its batch
-            verdict.untried = untried(error)
-            return verdict
-        verdict.gradients = attributed(verdict.gradients, right, observed, layout, parts, owner, verdict.within)
+    if verdict.wrong:
+        unclipped = replace(reference, clip=None)
+        attribute(
+            verdict,
+            right,
+            observed,
+            lambda batches: [_computed(unclipped, observed[0].start, batch).gradients for batch in batches],
+        )
     return verdict
 
 
-def _check_same(right: Record, observed: Record, where: str, instead: str) -> None:
-    for name, weight in observed.start.items():
-        if name in right.start and not torch.equal(weight, right.start[name]):
-            raise CourseError(f"`{name}` does not begin with the same values {where}", instead)
+def _check_same(first: Record, other: Record, rank: int) -> None:
+    for name, weight in other.start.items():
+        if name in first.start and not torch.equal(weight, first.start[name]):
+            raise CourseError(
+                f"`{name}` does not begin with the same values on rank {rank} as on rank 0",
+                "hand rank 0's weights to all ranks first",
+            )
 
 
 def _computed(reference: Reference, start: dict[str, Tensor], batch: Any) -> Record:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course_lib.audit.finding import Finding, explain, ranks_are, sentence_of
+from course_lib.audit.finding import Finding, Kind, explain, ranks_are, sentence_of
 from course_lib.audit.layouts import Layout
 from course_lib.audit.losses import compared
 from course_lib.audit.subject import Record
@@ -149,45 +149,34 @@ def _after_a_step(within: float) -> float:
 
 
 def _of_parameter(name: str, reference: Record, observed: Sequence[Record], layout: Layout, within: float) -> Finding:
+    def wrong(kind: Kind, why: str, apart: float = 1.0) -> Finding:
+        return Finding(name, kind, sentence=f"`{name}`: {why}", apart=apart)
+
     wanted = reference.gradients[name]
     held = {rank: record.gradients[name] for rank, record in enumerate(observed) if name in record.gradients}
     floor = within * _of_a_size(reference, 0 if wanted is None else wanted.numel())
     wanted_norm = 0.0 if wanted is None else float(wanted.double().norm())
     if not held:
-        return Finding(name, "missing", sentence=f"`{name}`: no rank has this parameter", apart=1.0)
-    bare = [rank for rank, gradient in held.items() if gradient is None]
+        return wrong("missing", "no rank has this parameter")
+    tensors = {rank: gradient.double() for rank, gradient in held.items() if gradient is not None}
     if wanted is None or wanted_norm <= floor:
-        extra = [rank for rank, gradient in held.items() if gradient is not None and gradient.double().norm() > floor]
-        if not extra:
+        if not any(tensor.norm() > floor for tensor in tensors.values()):
             return Finding(name, "equal")
         if not wanted_norm:
-            return Finding(name, "unrelated", apart=1.0, sentence=f"`{name}`: has a gradient, and in one process none")
+            return wrong("unrelated", "has a gradient, and in one process none")
     assert wanted is not None
-    if bare:
-        where = "no rank has a gradient" if len(bare) == len(held) else f"{ranks_are(bare, 'has', 'have')} no gradient"
-        return Finding(name, "missing", sentence=f"`{name}`: {where}, and one process does", apart=1.0)
-    tensors = {rank: gradient.double() for rank, gradient in held.items() if gradient is not None}
+    if bare := [rank for rank in held if rank not in tensors]:
+        where = f"{ranks_are(bare, 'has', 'have')} no gradient" if tensors else "no rank has a gradient"
+        return wrong("missing", f"{where}, and one process does")
     right = wanted.double()
-    if any(tensor.shape != right.shape for tensor in tensors.values()):
-        shapes = sorted({tuple(tensor.shape) for tensor in tensors.values()})
-        return Finding(
-            name,
-            "unrelated",
-            apart=1.0,
-            sentence=f"`{name}`: its gradient has the shape {shapes[0]}, and "
-            f"the parameter {tuple(right.shape)}: give whole gradients",
-        )
+    if shapes := sorted({tuple(tensor.shape) for tensor in tensors.values() if tensor.shape != right.shape}):
+        why = f"its gradient has the shape {shapes[0]}, and the parameter {tuple(right.shape)}: give whole gradients"
+        return wrong("unrelated", why)
     if endless := [rank for rank, tensor in tensors.items() if not tensor.isfinite().all()]:
-        return Finding(
-            name,
-            "not finite",
-            sentence=f"`{name}`: {ranks_are(endless, 'has', 'have')} one that is not finite, and one process does not",
-            apart=math.inf,
-        )
+        why = f"{ranks_are(endless, 'has', 'have')} one that is not finite, and one process does not"
+        return wrong("not finite", why, math.inf)
     if not any(tensor.any() for tensor in tensors.values()):
-        return Finding(
-            name, "missing", sentence=f"`{name}`: is zero on every rank, and in one process it is not", apart=1.0
-        )
+        return wrong("missing", "is zero on every rank, and in one process it is not")
     apart = max(float((tensor - right).norm()) for tensor in tensors.values()) / wanted_norm
     close = within + floor / wanted_norm
     if apart <= close:

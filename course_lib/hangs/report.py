@@ -48,39 +48,19 @@ class ReportedRank:
 
     @classmethod
     def of(cls, seen: RankSnapshot) -> "ReportedRank":
-        last, alive = seen.calls[-1] if seen.calls else None, seen.life not in ("dead", "silent")
-        if last is None:
-            return cls(
-                seen.rank,
-                seen.pid,
-                seen.host,
-                seen.step,
-                None,
-                None,
-                None,
-                None,
-                None,
-                None,
-                None,
-                False,
-                seen.stalled,
-                alive,
-            )
+        last = seen.calls[-1] if seen.calls else None
+        issued = {name: getattr(last, name, None) for name in ("sequence", "shape", "dtype", "file", "line")}
         return cls(
             seen.rank,
             seen.pid,
             seen.host,
             seen.step,
-            last.sequence,
-            last.name,
-            last.shape,
-            last.dtype,
-            last.ranks,
-            last.file,
-            last.line,
-            last.ended,
-            seen.stalled,
-            alive,
+            collective=getattr(last, "name", None),
+            group=getattr(last, "ranks", None),
+            ended=last is not None and last.ended,
+            seconds_since=seen.stalled,
+            alive=seen.life not in ("dead", "silent"),
+            **issued,
         )
 
 

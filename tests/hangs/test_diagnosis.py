@@ -29,39 +29,20 @@ from course_lib.hangs.rank_state import (
     WAITED_FOR,
     Call,
     Flags,
-    RankSnapshot,
     RankState,
-    digest,
     read_record,
     spans,
 )
 from course_lib.hangs.rank_state_exchange import Identity, RankStateExchange
+from tests.hangs.snapshots import USUAL, rank
 from tests.waiting import until
 
 SECONDS = 5.0
 
 
-USUAL = {"stream": "0", "shape": (4,), "dtype": "float32", "tensors": 1, "ranks": (0, 1), "peer": None, "root": None}
-
-
 def call(sequence, name="all_reduce", state=ENDED, **fields):
     place = {"serial": sequence, "sequence": sequence, "step": sequence, "at": float(sequence), "line": 10}
     return Call(**USUAL | place | fields, name=name, state=state, file="train.py")
-
-
-def rank(number, *calls, life="running", **more):
-    orders = {}
-    for each in calls:
-        orders[digest(each.stream)] = max(each.sequence, orders.get(digest(each.stream), 0))
-    return RankSnapshot(
-        number,
-        life,
-        pid=100 + number,
-        host="here",
-        calls=calls,
-        orders=orders,
-        **{"stalled": 9.0, "placed_at": 99.0, "words": {"file": "train.py", "line": 70 + number}, **more},
-    )
 
 
 def blamed(*snapshots):

@@ -21,20 +21,16 @@ from course_lib.hangs.rank_state import (
     KEPT,
     WAITED_FOR,
     Call,
-    RankSnapshot,
     RankState,
-    digest,
     read_record,
 )
 from course_lib.hangs.watchdog import Watchdog, read_reports
 from course_lib.metering import collective_hooks, graph_captures
 from course_lib.metering.collective_log import CollectiveLog
+from tests.hangs.snapshots import USUAL, rank
 from tests.torch_versions import ERRORS_OF_BACKENDS, needs
 
 GPU = torch.device("cuda", 0)
-
-
-USUAL = {"stream": "0", "shape": (4,), "dtype": "float32", "tensors": 1, "ranks": (0, 1), "peer": None, "root": None}
 
 
 def call(serial, sequence=1, name="all_reduce", state=WAITED_FOR, waited=None, **fields):
@@ -43,24 +39,6 @@ def call(serial, sequence=1, name="all_reduce", state=WAITED_FOR, waited=None, *
     waited = serial if waited is None and state == WAITED_FOR else waited or 0
     fields = USUAL | place | fields
     return Call(**fields, sequence=sequence, name=name, state=state, waited=waited, file="train.py")
-
-
-def rank(number, *calls, **more):
-    orders = {}
-    for each in calls:
-        orders[digest(each.stream)] = max(each.sequence, orders.get(digest(each.stream), 0))
-    return RankSnapshot(
-        number,
-        "running",
-        pid=100 + number,
-        host="here",
-        calls=calls,
-        orders=orders,
-        stalled=9.0,
-        placed_at=99.0,
-        words={"file": "train.py", "line": 70 + number},
-        **more,
-    )
 
 
 def p2p(serial, kind, source, target, sequence=1, **more):
