@@ -1,5 +1,6 @@
 """An audit as text, a line per layout and a sentence per parameter, or as JSON."""
 
+import functools
 import json
 import textwrap
 from collections.abc import Iterator
@@ -28,6 +29,9 @@ def as_json(audited: Audited) -> str:
     return json.dumps(json.loads(tree, parse_constant=lambda name: None), indent=1)  # JSON has no infinity
 
 
+_wrapped = functools.partial(textwrap.wrap, width=WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
 def lines(audited: Audited) -> Iterator[str]:
     """A line per layout, and under it a sentence per cause of what is wrong."""
     parameters = len(audited.reference.gradients)
@@ -40,23 +44,10 @@ def lines(audited: Audited) -> Iterator[str]:
         share = f"{observed / right:.6g}" if right else "-"
         yield f"{verdict.layout!s:<18}{verdict.loss_apart:<12.1e}{share:<24}{agree} of {parameters}"
         for sentence in sentences(verdict):
-            yield from textwrap.wrap(
-                sentence,
-                WIDTH,
-                initial_indent="  ",
-                subsequent_indent="    ",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+            yield from _wrapped(sentence, initial_indent="  ", subsequent_indent="    ")
     for how, which in (("failed", audited.failed), ("not run", audited.refused)):
         for layout, why in which.items():
-            yield from textwrap.wrap(
-                f"{layout!s:<18}{how}: {why}",
-                WIDTH,
-                subsequent_indent=" " * 18,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+            yield from _wrapped(f"{layout!s:<18}{how}: {why}", subsequent_indent=" " * 18)
 
 
 def sentences(verdict: Verdict) -> Iterator[str]:

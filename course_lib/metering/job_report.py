@@ -59,7 +59,6 @@ class Wait:
     rank: int
     last: int
     seconds: float
-    call: Collective
 
 
 def read(folder: Path) -> list[RankLog]:
@@ -162,7 +161,7 @@ def waits(logs: Sequence[RankLog]) -> list[Wait]:
         if len(met) == len(met[0][1].ranks) and len({call.name for _, call in met}) <= 2:
             last, latest = max(met, key=lambda arrival: arrival[1].start)
             early += [
-                Wait(rank, last, latest.start - call.start, call)
+                Wait(rank, last, latest.start - call.start)
                 for rank, call in met
                 if rank != last and call.name != "send"
             ]
