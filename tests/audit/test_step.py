@@ -1,5 +1,7 @@
 """One step of a training loop, audited in the job that runs it."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,8 @@ from tests.audit import subjects
 from tests.torch_versions import FSDP2_ON_CPUS, has
 
 REFERENCE = Reference(subjects.small, subjects.mean_loss)
+
+on_ranks = functools.partial(launch, device="cpu", timeout=160, stream=False)
 
 
 def loop(wrap, reference=REFERENCE, average=True, clip=None):
@@ -43,11 +47,9 @@ def loop(wrap, reference=REFERENCE, average=True, clip=None):
 
 def test_a_right_step_raises_no_alarm_and_a_sum_for_a_mean_is_named():
     for wrap in (DistributedDataParallel, fully_shard) if has(FSDP2_ON_CPUS) else (DistributedDataParallel,):
-        verdicts = launch(loop, wrap, num_processes=3, device="cpu", timeout=160, stream=False)
+        verdicts = on_ranks(loop, wrap, num_processes=3)
         assert all(verdict.clean and len(verdict.gradients) == 9 for verdict in verdicts)
-    verdict = launch(
-        loop, DistributedDataParallel, REFERENCE, False, num_processes=3, device="cpu", timeout=160, stream=False
-    )[1]
+    verdict = on_ranks(loop, DistributedDataParallel, REFERENCE, False, num_processes=3)[1]
     assert {(f.kind, round(f.factor, 9), f.axes) for f in verdict.wrong} == {("factor", 3, ("dp",))}
     assert verdict.losses_agree
 
@@ -55,17 +57,7 @@ def test_a_right_step_raises_no_alarm_and_a_sum_for_a_mean_is_named():
 def test_a_clipped_gradient_is_compared_with_a_clipped_one():
     clipped = Reference(subjects.small, subjects.mean_loss, clip=0.01)
     for reference, clean in ((clipped, True), (REFERENCE, False)):
-        verdict = launch(
-            loop,
-            DistributedDataParallel,
-            reference,
-            True,
-            0.01,
-            num_processes=2,
-            device="cpu",
-            timeout=160,
-            stream=False,
-        )[0]
+        verdict = on_ranks(loop, DistributedDataParallel, reference, True, 0.01, num_processes=2)[0]
         assert verdict.clean is clean
 
 
@@ -115,21 +107,12 @@ def test_what_draws_in_the_step_is_refused_and_not_called_wrong():
 
 def test_ranks_that_are_weighed_alike_are_told_in_the_job():
     """What the batches' own gradients explain, in a job of two ranks with one row and eleven."""
-    (message,) = set(launch(of_uneven_rows, num_processes=2, device="cpu", timeout=160, stream=False))
+    (message,) = set(on_ranks(of_uneven_rows, num_processes=2))
     assert "weigh alike, and in one process 0.0833, 0.917" in message
 
 
 def test_a_loss_that_takes_no_part_of_a_batch_leaves_that_cause_untried_and_says_so():
-    (message,) = set(
-        launch(
-            of_uneven_rows,
-            Reference(subjects.small, of_twelve_rows),
-            num_processes=2,
-            device="cpu",
-            timeout=160,
-            stream=False,
-        )
-    )
+    (message,) = set(on_ranks(of_uneven_rows, Reference(subjects.small, of_twelve_rows), num_processes=2))
     assert (
         "`embedding.weight`" in message
         and "what the ranks' own batches explain was not tried, since one process "
