@@ -178,63 +178,41 @@ class StepTable:
         by_rank = [{(row.phase, row.group): row for row in rank.rows} for rank in self.ranks]
         several, ranks = len(self.ranks) > 1, len(self.ranks)
         step = sum(rank.seconds for rank in self.ranks) / ranks
-        heads = [
-            "phase",
-            "operators",
-            "ms",
-            "share",
-            *["most, on rank"] * several,
-            "calls",
-            "GFLOP",
-            "MB",
-            "bound by",
-            "roof, ms",
-            "of roof",
-        ]
+        heads = ["phase", "operators", "ms", "share", *["most, on rank"] * several]
+        heads += ["calls", "GFLOP", "MB", "bound by", "roof, ms", "of roof"]
         lines, small = [heads], 0.0
         whole = {key: sum(rows[key].seconds for rows in by_rank if key in rows) for key in keys}
         for key in sorted(keys, key=lambda key: (order.index(key[0]), -whole[key])):
             own = [rows[key] for rows in by_rank if key in rows]
-            mean = {
-                name: sum(getattr(row, name) for row in own) / ranks
-                for name in ("seconds", "calls", "flops", "bytes", "floor")
-            }
+            means = ("seconds", "calls", "flops", "bytes", "floor")
+            mean = replace(own[0], **{name: sum(getattr(row, name) for row in own) / ranks for name in means})
             most = max(range(ranks), key=lambda rank: by_rank[rank][key].seconds if key in by_rank[rank] else 0.0)
-            taken = mean["seconds"]
-            if taken < SMALL * step and mean["floor"] < SMALL * step:
-                small += taken
-                continue
-            # a collective's roof is not of its exposed part alone
-            of_roof = mean["floor"] / taken if mean["calls"] and taken and key[1] != EXPOSED else None
-            lines.append(self._line(key, mean, step, own[0].bound, several, most, by_rank[most][key].seconds, of_roof))
+            if mean.seconds < SMALL * step and mean.floor < SMALL * step:
+                small += mean.seconds
+            else:
+                longest = [f"{by_rank[most][key].seconds * 1e3:.2f}, {most}"] * several
+                lines.append(self._line(mean, step, longest))
         if small:
             lines.append(["smaller rows", "", f"{small * 1e3:.2f}", f"{small / step:.1%}", *[""] * (len(heads) - 4)])
         lines.append(["whole step", "", f"{step * 1e3:.2f}", "100 %", *[""] * (len(heads) - 4)])
         return "\n".join([*_aligned(lines), "", *self._notes(step)])
 
     @staticmethod
-    def _line(
-        key: tuple[str, str],
-        mean: Mapping[str, float],
-        step: float,
-        by: str,
-        several: bool,
-        most: int,
-        longest: float,
-        of_roof: float | None,
-    ) -> list[str]:
-        counted = mean["calls"] > 0
+    def _line(mean: Row, step: float, longest: list[str]) -> list[str]:
+        # a collective's roof is not of its exposed part alone
+        has_share = mean.calls and mean.seconds and mean.group != EXPOSED
         return [
-            *key,
-            f"{mean['seconds'] * 1e3:.2f}",
-            f"{mean['seconds'] / step:.1%}",
-            *[f"{longest * 1e3:.2f}, {most}"] * several,
-            f"{mean['calls']:.0f}" if counted else "",
-            f"{mean['flops'] / 1e9:.3f}" if mean["flops"] else "",
-            f"{mean['bytes'] / 1e6:.2f}" if mean["bytes"] else "",
-            by if counted else "",
-            f"{mean['floor'] * 1e3:.2f}" if counted else "",
-            "" if of_roof is None else f"{of_roof:.0%}",
+            mean.phase,
+            mean.group,
+            f"{mean.seconds * 1e3:.2f}",
+            f"{mean.seconds / step:.1%}",
+            *longest,
+            f"{mean.calls:.0f}" if mean.calls else "",
+            f"{mean.flops / 1e9:.3f}" if mean.flops else "",
+            f"{mean.bytes / 1e6:.2f}" if mean.bytes else "",
+            mean.bound if mean.calls else "",
+            f"{mean.floor * 1e3:.2f}" if mean.calls else "",
+            f"{mean.floor / mean.seconds:.0%}" if has_share else "",
         ]
 
     def _notes(self, step: float) -> list[str]:
