@@ -7,12 +7,10 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from course_lib.config.adapters import AdapterConfig
 from course_lib.config.axes import AXES, ENGINES, Leaves, Refusal, merged
-from course_lib.config.communication import CommunicationConfig
-from course_lib.config.learning import DataConfig, ModelConfig, OptimConfig, OutputConfig, RunConfig
+from course_lib.config.learning import AdapterConfig, DataConfig, ModelConfig, OptimConfig, OutputConfig, RunConfig
 from course_lib.config.monitoring import MonitorConfig, TrackingConfig
-from course_lib.config.parallel import ParallelConfig, PipelineConfig
+from course_lib.config.parallel import CommunicationConfig, ParallelConfig, PipelineConfig
 from course_lib.config.refusals import NAMES, REFUSALS, SHARDED
 
 _MODEL = (DataConfig, ModelConfig, AdapterConfig, OptimConfig)

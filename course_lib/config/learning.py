@@ -1,4 +1,4 @@
-"""Config sections of the training itself: data, model, optimizer, length and output of the run."""
+"""Config sections of the training itself: data, model, adapters, optimizer, length and output of the run."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from course_lib.config.fields import Fraction, NotNegative, Positive, Strict
+from course_lib.errors import ConfigError
 
 OFFLINE_NAMES = ("tweets", "pydocs")
 """Data sets that every machine has; their texts are cleaned for any task."""
@@ -102,6 +103,39 @@ one length (causal_lm, or dynamic_padding false), else for any."""
     attention_dropout: Annotated[float, Ge(0), Lt(1)] | None = None
     """Share of the weights of attention to drop in training; default: what the model's config says, 0.1 in BERT and \
 GPT-2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig(Strict):
+    """Fine-tuning of few parameters: LoRA, and QLoRA."""
+
+    lora_r: Positive | None = None
+    """Train two thin matrices of this rank beside each chosen linear layer, and a classifier's head, rather than all \
+weights (LoRA, arXiv 2106.09685); 8 and 16 are usual."""
+    lora_alpha: Annotated[float, Gt(0)] | None = None
+    """The two matrices count lora_alpha / lora_r times; default: twice lora_r."""
+    lora_dropout: Fraction = 0.0
+    """Share of what goes into the two matrices to drop in training."""
+    lora_targets: str | None = None
+    """Names of the layers to train beside, or their ends, between commas, as in q_proj,v_proj; default: all linear \
+layers of the blocks (QLoRA, arXiv 2305.14314)."""
+    load_in_4bit: bool = False
+    """Keep the blocks' frozen weights in 4 bits (NF4, QLoRA), and unpack a layer's while it computes."""
+
+    @property
+    def targets(self) -> list[str] | None:
+        """The names in ``lora_targets``; None: by default."""
+        return None if self.lora_targets is None else [name.strip() for name in self.lora_targets.split(",")]
+
+
+def check_adapters(adapter: AdapterConfig) -> None:
+    """Refuse names of layers that are none.
+
+    Raises:
+        ConfigError: an empty name.
+    """
+    if adapter.targets is not None and not all(adapter.targets):
+        raise ConfigError(f"lora_targets `{adapter.lora_targets}` has an empty name", "give names between commas")
 
 
 @dataclass(frozen=True, kw_only=True)

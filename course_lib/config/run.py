@@ -17,12 +17,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from course_lib.config import combinations, lr_schedules
-from course_lib.config.adapters import AdapterConfig, check_adapters
-from course_lib.config.communication import CommunicationConfig
 from course_lib.config.fields import Strict
-from course_lib.config.learning import DataConfig, ModelConfig, OptimConfig, OutputConfig, RunConfig
+from course_lib.config.learning import (
+    AdapterConfig,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    OutputConfig,
+    RunConfig,
+    check_adapters,
+)
 from course_lib.config.monitoring import TRACKERS, GuardConfig, MonitorConfig, TrackingConfig, check_profile
-from course_lib.config.parallel import ParallelConfig, PipelineConfig
+from course_lib.config.parallel import CommunicationConfig, ParallelConfig, PipelineConfig
 from course_lib.config.sizes import check_ranks, lengths_to_cut
 from course_lib.config.unread import first_unread
 from course_lib.errors import ConfigError, near, nearest

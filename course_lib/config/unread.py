@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from course_lib.config.axes import Leaves
-from course_lib.config.communication import LOCAL
+from course_lib.config.parallel import LOCAL
 
 
 @dataclass(frozen=True)

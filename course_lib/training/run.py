@@ -12,7 +12,7 @@ import torch
 
 from course_lib import modeling
 from course_lib.config import Config
-from course_lib.config.adapters import AdapterConfig
+from course_lib.config.learning import AdapterConfig
 from course_lib.data import DataConnector, DataProcessor, TextData
 from course_lib.data.cache import progress_bars
 from course_lib.data.class_names import Classes

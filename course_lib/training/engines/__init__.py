@@ -6,7 +6,7 @@ of every tensor lies on this rank, so that a checkpoint can be written and read 
 """
 
 from course_lib.config import Config
-from course_lib.config.communication import LOCAL
+from course_lib.config.parallel import LOCAL
 from course_lib.training.engines.base import StepEngine
 
 

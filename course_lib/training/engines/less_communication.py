@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from course_lib.config import Config
-from course_lib.config.communication import CommunicationConfig
+from course_lib.config.parallel import CommunicationConfig
 from course_lib.parallel.communication.diloco import DiLoCo, plain_sum
 from course_lib.parallel.communication.hooks import StatefulHook
 from course_lib.parallel.communication.local_sgd import LocalSGD, LocalTraining
