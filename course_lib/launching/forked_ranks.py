@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 
 from course_lib.launching import openmp
 from course_lib.launching.launch_environment import check_loopback
-from course_lib.launching.rank_process import leave_caller
+from course_lib.launching.rank_process import be_rank, leave_caller
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """What is passed on to the ranks."""
@@ -141,15 +141,7 @@ def _restore(handlers: Iterable[tuple[int, object]]) -> None:
 
 def _rank(main: Callable[[], int], rank: int, num_processes: int, port: int, threads: int | None) -> None:
     """What a forked rank does, as a new interpreter would: its own signals, exit functions and exit code."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_processes),
-        LOCAL_WORLD_SIZE=str(num_processes),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the launcher hosts it
-    )
+    be_rank(rank, num_processes, port)
     leave_caller()
     _restore((number, signal.SIG_DFL) for number in SIGNALS if number != signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -2,23 +2,21 @@
 
 Like ``accelerate.notebook_launcher`` it forks the ranks (a second or so: nothing is imported anew) and tells each its
 place by the environment; where there are GPUs they are forked from a clean process that has imported everything
-(`course_lib.launching.forks`), and where fork does not serve, as on macOS, they are spawned. A thread of the caller
-watches them: it labels what they print, takes their return values, finds the first cause of a failure, and ends them
-all.
+(`course_lib.launching.forks`), and where fork does not serve, as on macOS, they are spawned. The caller then watches
+them: it labels what they print, takes their return values, finds the first cause of a failure, and ends them all.
 """
 
 import contextlib
 import functools
-import logging
-import multiprocessing.connection
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 from torch.distributed import TCPStore
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from course_lib import torch_names  # noqa: F401
 from course_lib.errors import LaunchError
@@ -26,7 +24,7 @@ from course_lib.launching import forks, openmp
 from course_lib.launching.launch_environment import check_loopback
 from course_lib.launching.output import LabelledOutput
 from course_lib.launching.rank_process import RankEnds, RankJob
-from course_lib.launching.supervisor import RankError, RanksHung, RankSupervisor
+from course_lib.launching.supervisor import RankError, RanksHung, RankSupervisor, close
 
 __all__ = ["RankError", "RanksHung", "launch"]
 
@@ -79,10 +77,14 @@ def launch(
     # Here, as torchrun has it, so that all ranks are guests of their store, and none is its host.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = RankJob(sent, theirs, store.port, device)
-    watch = RankSupervisor(own, theirs, timeout, LabelledOutput(num_processes, stream))
-    watch.start()
+    watch = RankSupervisor(own, timeout, LabelledOutput(num_processes, stream))
     try:
-        _start(job, num_processes, start_method, watch)
+        try:
+            for process in _started(job, num_processes, start_method):
+                watch.processes.append(process)
+        finally:
+            close(theirs)  # now the pipes end when their ranks do
+        watch.watch()
     finally:
         watch.end()
         del store  # a traceback would keep it, and its port
@@ -134,34 +136,13 @@ def _pipes(num_processes: int) -> tuple[list[RankEnds], tuple[RankEnds, ...]]:
     return [RankEnds(*(p[0] for p in ends)) for ends in pairs], tuple(RankEnds(*(p[1] for p in ends)) for ends in pairs)
 
 
-def _start(job: RankJob, num_processes: int, start_method: str, watch: RankSupervisor) -> None:
-    """Start the ranks and wait until they have ended, or one has failed."""
+def _started(job: RankJob, num_processes: int, start_method: str) -> Iterator[BaseProcess]:
+    """Start the ranks, one after the other."""
     if start_method == "fork":
         openmp.end_threads()
-    # torch would report every failure once more, without its cause.
-    with _quiet("torch.multiprocessing.spawn"):
-        with forks.without_main() if start_method == "forkserver" else contextlib.nullcontext():
-            ranks = start_processes(job, nprocs=num_processes, join=False, start_method=start_method)
-        have_ended = False
-        while not have_ended:
-            # All that have ended by now: join() tells of one of them, and ends the others.
-            ended = [ranks.sentinels[end] for end in multiprocessing.connection.wait(list(ranks.sentinels))]
-            for rank in ended:
-                ranks.processes[rank].join()
-            watch.launcher_sees({rank: ranks.processes[rank].exitcode or 0 for rank in ended})
-            try:
-                have_ended = ranks.join()
-            except (ProcessExitedException, ProcessRaisedException):
-                return
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """Let a logger say nothing but what is critical."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
+    context = multiprocessing.get_context(start_method)
+    with forks.without_main() if start_method == "forkserver" else contextlib.nullcontext():
+        for rank in range(num_processes):
+            process = context.Process(target=job, args=(rank,))  # type: ignore[attr-defined]
+            process.start()
+            yield process

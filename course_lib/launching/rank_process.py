@@ -122,15 +122,7 @@ def run_rank(job: RankJob, rank: int) -> None:
     if isinstance(job.call, Parcel):
         arrive()
         job.call.settle()
-    os.environ.update(  # of a process group
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(len(job.ends)),
-        LOCAL_WORLD_SIZE=str(len(job.ends)),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(job.port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the caller hosts it
-    )
+    be_rank(rank, len(job.ends), job.port)
     leave_caller()
     gc.freeze()  # a collection would look through, and so copy, all that the caller had: most of a small step
     redirect_output(ends.output.fileno())
@@ -176,6 +168,19 @@ def forget_meshes() -> None:
     dtensor, redistributing = sys.modules.get(room + "_api"), sys.modules.get(room + "_redistribute")
     if dtensor and redistributing:
         torch_names.clear_caches(dtensor.DTensor._op_dispatcher.sharding_propagator, redistributing)
+
+
+def be_rank(rank: int, num_processes: int, port: int) -> None:
+    """Set the environment of a process group over this machine, whose store the caller hosts at a port."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_processes),
+        LOCAL_WORLD_SIZE=str(num_processes),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
 
 
 def leave_caller() -> None:

@@ -1,20 +1,19 @@
 """Supervisor of ranks: reads their pipes, finds the first cause of a failure, and ends them all."""
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import selectors
 import signal
 import struct
-import threading
 import time
 import warnings
-from dataclasses import replace
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-from course_lib.errors import EXIT_HUNG, CourseError, LaunchError
+from course_lib.errors import EXIT_HUNG, CourseError
 from course_lib.launching.output import LabelledOutput
 from course_lib.launching.own_time import OwnTime
 from course_lib.launching.rank_process import (
@@ -30,9 +29,10 @@ from course_lib.launching.rank_process import (
 GRACE_SECONDS = 0.5  # after a failure, for the others' to arrive: the first cause is the earliest
 DEATH_GRACE_SECONDS = 2.5  # after a death without a word, for the others' watchdogs to say what they saw
 OF_A_WATCHDOG = f"exited with code {EXIT_HUNG} before the function returned"
-ENDED_BY_LAUNCHER = ("died", "was killed by SIGTERM")  # what becomes of the others once it has seen one fail
+ASKED_TO_END = f"was killed by {signal.SIGTERM.name}"  # what becomes of the others once one has died
 STACK_SECONDS = 2.0  # for the ranks to write their stacks
 EXIT_SECONDS = 60.0  # for the ranks to end, once all have returned
+REST_SECONDS = 5.0  # for the rest of what ranks have printed, once they have ended
 LOOK_SECONDS = 0.25  # between two looks at how long the ranks waited for a core
 _OURS = tuple(f" in {function.__name__}" for function in (call_launched, run_rank))
 
@@ -71,50 +71,49 @@ class RanksHung(TimeoutError):
         )
 
 
-class RankSupervisor(threading.Thread):
-    """Reads the ranks' pipes until all have ended, and ends them when one fails or the time is over."""
+class RankSupervisor:
+    """Reads the ranks' pipes until all have ended, and ends them when one fails or the time is over.
 
-    def __init__(self, own: list[RankEnds], theirs: tuple[RankEnds, ...], timeout: float, shown: LabelledOutput):
-        super().__init__(daemon=True, name="course-launch")
-        self.own, self.theirs, self.shown = own, theirs, shown
+    Attributes:
+        processes: of the ranks, as far as they have been started.
+    """
+
+    def __init__(self, own: list[RankEnds], timeout: float, shown: LabelledOutput):
+        self.own, self.shown = own, shown
+        self.processes: list[BaseProcess] = []
         self.clock, self.limit = OwnTime(), timeout  # all limits are in the ranks' own time
         self.buffers = [bytearray() for _ in own]
         self.stacks: dict[int, bytearray] = {}
         self.pids: dict[int, int] = {}
         self.outcomes: dict[int, Returned | Failure] = {}
-        self.told: dict[int, Failure] = {}  # by the launcher
         self.grace: float | None = None  # when, by that clock, the ranks are ended after a failure
         self.noticed_at = 0.0  # what is read now
-        self.children_before = set(multiprocessing.active_children())
+        self.running = set(range(len(own)))
         self.returned = self.hung = self.ended = False
-        self.error: BaseException | None = None
         self.selector = selectors.DefaultSelector()
-        self.wake, self.waker = multiprocessing.Pipe(duplex=False)
 
-    def run(self) -> None:
-        try:
-            self._watch()
-        except BaseException as error:  # for the caller: the reader of our output may have gone, as `head` does
-            self.error = error
-            self.kill()
-
-    def _watch(self) -> None:
-        """Until every pipe has ended, or the caller says so."""
-        self.selector.register(self.wake, selectors.EVENT_READ, None)
+    def watch(self) -> None:
+        """Until every rank has ended, by itself or from here."""
         for rank, ends in enumerate(self.own):
             for kind, end in zip(RankEnds._fields, ends, strict=True):
                 self.selector.register(end, selectors.EVENT_READ, (rank, kind))
-        while len(self.selector.get_map()) > 1:
+        while self.running:
             next_limit = self.limit if self.grace is None else min(self.limit, self.grace)
-            ready = self.selector.select(min(LOOK_SECONDS, max(0.0, next_limit - self.clock.seconds)))
-            self.noticed_at = time.monotonic()
-            self.clock.look(self.pids.values())
-            for key, _ in ready:
-                if key.data is None:
-                    self.selector.unregister(self.wake)
-                    return
-                self._read(*key.data)
+            self._look(min(LOOK_SECONDS, max(0.0, next_limit - self.clock.seconds)))
             self._decide()
+        self.kill()  # what a rank left running
+        until = time.monotonic() + REST_SECONDS
+        while self.selector.get_map() and time.monotonic() < until:
+            self._look(LOOK_SECONDS)
+        self.shown.finish()
+
+    def _look(self, seconds: float) -> None:
+        """Read what there is, or comes in so many seconds."""
+        ready = self.selector.select(seconds)
+        self.noticed_at = time.monotonic()
+        self.clock.look(self.pids.values())
+        for key, _ in ready:
+            self._read(*key.data)
 
     def _read(self, rank: int, kind: str) -> None:
         """Take what a pipe holds; at its end, notice a rank that died without a word."""
@@ -125,10 +124,10 @@ class RankSupervisor(threading.Thread):
             data = b""
         if not data:
             self.selector.unregister(end)
-            if kind == "control" and rank not in self.outcomes and not self.ended:
-                how = self._how_it_died(rank)
-                if self.grace is None or how not in ENDED_BY_LAUNCHER:
-                    self._take(rank, Failure(how, self.noticed_at, consequence=False))
+            if kind == "control":
+                self.running.remove(rank)
+                if rank not in self.outcomes and not self.ended:
+                    self._take_death(rank)
         elif kind == "output":
             self.shown.feed(rank, data)
         elif kind == "stacks":
@@ -141,11 +140,25 @@ class RankSupervisor(threading.Thread):
                 del buffer[: 8 + size]
                 self._take(rank, message)
 
+    def _take_death(self, rank: int) -> None:
+        """Notice a rank that ended without a word, and ask the others to end."""
+        self.processes[rank].join()
+        code = self.processes[rank].exitcode or 0
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"exited with code {code} before the function returned"
+        )
+        if self.grace is not None and how == ASKED_TO_END:
+            return
+        self._take(rank, Failure(how, self.noticed_at, consequence=False))
+        for other in self.running:
+            self.processes[other].terminate()
+
     def _take(self, rank: int, message: Started | Returned | Failure) -> None:
         if isinstance(message, Started):
             self.pids[rank] = message.pid
             if len(self.pids) == len(self.own):
-                self._close(self.theirs)  # now the pipes end when their ranks do
                 self._tell_all()
             return
         self.outcomes[rank] = message
@@ -180,14 +193,10 @@ class RankSupervisor(threading.Thread):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], STACK_SIGNAL)
         end = self.clock.seconds + STACK_SECONDS
-        while self.clock.look(self.pids.values()) < end and not all(self.stacks[rank] for rank in waiting):
-            for key, _ in self.selector.select(0.1):
-                if key.data is not None:
-                    self._read(*key.data)
+        while self.clock.seconds < end and not all(self.stacks[rank] for rank in waiting):
+            self._look(0.1)
         time.sleep(0.1)  # the rest of a stack that has begun
-        for key, _ in self.selector.select(0):
-            if key.data is not None:
-                self._read(*key.data)
+        self._look(0)
 
     def _tell_all(self) -> None:
         """Send each rank the byte that it waits for."""
@@ -201,71 +210,21 @@ class RankSupervisor(threading.Thread):
         for pid in self.pids.values():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
-        if len(self.pids) < len(self.own):  # one that hangs before it has started has not told its process either
-            for child in set(multiprocessing.active_children()) - self.children_before:
-                child.kill()
-
-    def _how_it_died(self, rank: int) -> str:
-        """Exit code or signal of a rank, looked at without taking it from whoever waits for it."""
-        if rank not in self.pids:
-            return "died before it could start"
-        try:
-            status = os.waitid(os.P_PID, self.pids[rank], os.WEXITED | os.WNOWAIT)
-        except ChildProcessError:
-            return "died"  # launcher_sees() knows how
-        if status and status.si_code == os.CLD_EXITED:
-            return f"exited with code {status.si_status} before the function returned"
-        return f"was killed by {signal.Signals(status.si_status).name}" if status else "died"
-
-    def launcher_sees(self, exit_codes: dict[int, int]) -> None:
-        """Take the exit codes that the launcher collected, for ranks that died before we could look.
-
-        Args:
-            exit_codes: of all ranks that it found ended at one time, by rank; negative for a signal.
-        """
-        now = time.monotonic()
-        for rank, code in exit_codes.items():
-            if code == 0 or (self.ended and rank not in self.outcomes):
-                continue  # not by itself: it was ended here
-            how = (
-                f"was killed by {signal.Signals(-code).name}"
-                if code < 0
-                else f"exited with code {code} before the function returned"
-            )
-            self.told.setdefault(rank, Failure(how, now, consequence=False))
+        for rank, process in enumerate(self.processes):
+            if rank not in self.pids:  # it has not started, and leads none yet
+                process.kill()
 
     def end(self) -> None:
-        """Called when the launcher is done, for better or worse: read what is left and clear up."""
-        if len(self.outcomes) < len(self.own) and not self.hung:
-            self.kill()
-        self._close(self.theirs)
-        self.join(timeout=5.0)
-        if self.is_alive():
-            self.waker.send_bytes(b"end")
-            self.join()
-        self.kill()  # what a rank left running
-        for rank, failure in self.told.items():  # only now: the thread, too, may have found out that it died
-            outcome = self.outcomes.setdefault(rank, failure)
-            if isinstance(outcome, Failure) and outcome.summary == "died":
-                self.outcomes[rank] = replace(outcome, summary=failure.summary)
-        if self.error is None:
-            self.shown.finish()
+        """Called when the launcher is done, for better or worse: end what is left, and clear up."""
+        self.kill()
+        for process in self.processes:
+            process.join()
+            process.close()
         self.selector.close()
-        self._close(self.own)
-        self.wake.close()
-        self.waker.close()
-
-    @staticmethod
-    def _close(ends: Any) -> None:
-        for of_rank in ends:
-            for end in of_rank:
-                if not end.closed:
-                    end.close()
+        close(self.own)
 
     def results(self, timeout: float) -> list[Any]:
         """The return values, or the error that tells what happened first."""
-        if self.error:
-            raise self.error
         failures = {rank: o for rank, o in self.outcomes.items() if isinstance(o, Failure)}
         if self.hung:
             absent = {rank: "nowhere yet: it had not started" for rank in range(len(self.own)) if rank not in self.pids}
@@ -281,8 +240,6 @@ class RankSupervisor(threading.Thread):
             if isinstance(error.cause, CourseError):
                 raise error.cause
             raise error from error.cause
-        if len(self.outcomes) < len(self.own):
-            raise LaunchError("the ranks ended before they started", "look at what they printed")
         for rank, stack in self.stacks.items():
             warnings.warn(
                 f"rank {rank} returned, did not end within {EXIT_SECONDS:g} s of that, and was ended here; "
@@ -291,6 +248,13 @@ class RankSupervisor(threading.Thread):
                 stacklevel=3,
             )
         return [pickle.loads(self.outcomes[rank].value) for rank in range(len(self.own))]  # type: ignore[union-attr]
+
+
+def close(ends: Iterable[RankEnds]) -> None:
+    """Close pipes of ranks."""
+    for of_rank in ends:
+        for end in of_rank:
+            end.close()
 
 
 def _own_frames(stack: bytearray, ending: bool = False) -> str:

@@ -4,7 +4,6 @@ import atexit
 import datetime
 import functools
 import gc
-import multiprocessing.connection
 import multiprocessing.forkserver
 import os
 import re
@@ -328,26 +327,6 @@ def test_torchs_operators_are_sent_by_their_names():
     assert [id(each) for each in sent.args] == [id(each) for each in operators]
 
 
-def test_how_a_rank_died_is_told_by_the_launcher_where_it_was_too_late_to_look(monkeypatch):
-    looking, told = threading.Event(), threading.Event()
-    sees = supervisor.RankSupervisor.launcher_sees
-
-    def launcher_sees(self, exit_codes):
-        assert looking.wait(240)
-        sees(self, exit_codes)
-        told.set()
-
-    def too_late(self, rank):
-        looking.set()
-        assert told.wait(240)
-        return "died"
-
-    monkeypatch.setattr(supervisor.RankSupervisor, "launcher_sees", launcher_sees)
-    monkeypatch.setattr(supervisor.RankSupervisor, "_how_it_died", too_late)
-    with pytest.raises(RankError, match="rank 0 exited with code 7 before the function returned"):
-        launch(lambda: os._exit(7), num_processes=1, timeout=240)
-
-
 def test_of_two_deaths_that_are_seen_at_once_a_watchdogs_is_the_consequence(monkeypatch, tmp_path):
     """A busy machine may show the launcher both only when rank 0's watchdog has reported rank 1's death, and ended."""
 
@@ -374,12 +353,6 @@ def test_of_two_deaths_that_are_seen_at_once_a_watchdogs_is_the_consequence(monk
 
         return look
 
-    def waits(sentinels, timeout=None, wait=multiprocessing.connection.wait):
-        while not (has_ended(0) and has_ended(1)):
-            time.sleep(0.01)
-        return wait(sentinels, timeout)
-
-    monkeypatch.setattr(multiprocessing.connection, "wait", waits)
     monkeypatch.setattr(selectors.DefaultSelector, "select", late(selectors.DefaultSelector.select))
     with pytest.raises(RankError) as error:
         launch(ends, timeout=240)
