@@ -34,7 +34,6 @@ def register(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the instructor's folder, for hidden cases [that beside the course]",
     )
-    parser.add_argument("--public_only", action="store_true", help="grade by the public cases alone")
     parser.add_argument(
         "--no_sandbox", action="store_true", help="run answers as ordinary processes, which can do all that you can"
     )
@@ -69,12 +68,12 @@ def run(args: argparse.Namespace) -> int:
     from course_lib.grading.sandbox import Limits, Sandbox
     from course_lib.grading.submissions import read_submissions
 
-    solutions = None if args.public_only else args.solutions or solutions_folder()
+    solutions = args.solutions or solutions_folder()
     limits = Limits(seconds=args.seconds, memory=int(args.memory_gib * 2**30))
     submissions = read_submissions(args.submissions, tasks)
     grading = Grading(tasks, solutions, args.out, Sandbox(isolated=not args.no_sandbox), limits, jobs, args.seed)
     grades = grading.grade(submissions)
-    reports.write_all(args.out, grades, tasks, submissions, isolated=not args.no_sandbox, hidden=solutions is not None)
+    reports.write_all(args.out, grades, tasks, submissions, isolated=not args.no_sandbox)
     if args.no_sandbox:
         print(reports.UNSAFE)
     unread = [problem for submission in submissions for problem in submission.problems]

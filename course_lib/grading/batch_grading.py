@@ -33,7 +33,7 @@ class Grading:
 
     Attributes:
         tasks: by name.
-        solutions: the instructor's folder, for its hidden cases; None grades by the public ones alone.
+        solutions: the instructor's folder, for its hidden cases.
         out: folder of verdicts and reports.
         sandbox: where the answers run.
         limits: what each task of each learner may take.
@@ -42,7 +42,7 @@ class Grading:
     """
 
     tasks: Mapping[str, Task]
-    solutions: Path | None
+    solutions: Path
     out: Path
     sandbox: Sandbox
     limits: Limits
@@ -58,7 +58,7 @@ class Grading:
         self.sandbox.require()
         seed = self._seed()
         hidden = {
-            name: hidden_cases(task, random.Random(f"{seed} {name}"), self.solutions) if self.solutions else None
+            name: hidden_cases(task, random.Random(f"{seed} {name}"), self.solutions)
             for name, task in self.tasks.items()
         }
         by_learner: dict[str, dict[str, Verdict]] = {s.learner: {} for s in submissions}
@@ -78,7 +78,7 @@ class Grading:
         return {learner: {name: verdicts[name] for name in self.tasks} for learner, verdicts in by_learner.items()}
 
     def _at_a_time(
-        self, waiting: Sequence[tuple[Submission, str]], seed: int, hidden: Mapping[str, Sequence[Case] | None]
+        self, waiting: Sequence[tuple[Submission, str]], seed: int, hidden: Mapping[str, Sequence[Case]]
     ) -> Iterator[tuple[str, str, Verdict]]:
         stop = threading.Event()
 
@@ -96,7 +96,7 @@ class Grading:
                 stop.set()  # those under way end at once, without a verdict
 
     def _grade_one(
-        self, submission: Submission, name: str, seed: int, hidden: Sequence[Case] | None, stop: threading.Event
+        self, submission: Submission, name: str, seed: int, hidden: Sequence[Case], stop: threading.Event
     ) -> Verdict:
         verdict = grade_source(
             self.tasks[name],
@@ -128,7 +128,6 @@ class Grading:
         parts = (
             submission.answers.get(name),
             seed,
-            self.solutions is None,
             self.sandbox.isolated,
             self.limits,
             self.tasks[name].points,

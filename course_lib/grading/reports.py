@@ -40,18 +40,12 @@ COLUMNS = (
 
 
 def write_all(
-    out: Path,
-    grades: Grades,
-    tasks: Mapping[str, Task],
-    submissions: Sequence[Submission],
-    *,
-    isolated: bool,
-    hidden: bool,
+    out: Path, grades: Grades, tasks: Mapping[str, Task], submissions: Sequence[Submission], *, isolated: bool
 ) -> None:
     """grades.csv, grades.json, learners/NAME.html and class.html in a folder."""
     _write_csv(out / "grades.csv", grades, tasks, submissions)
     _write_json(out / "grades.json", grades, submissions)
-    notes = ([] if isolated else [UNSAFE]) + ([] if hidden else ["Graded by the public cases alone."])
+    notes = [] if isolated else [UNSAFE]
     problems = {submission.learner: submission.problems for submission in submissions}
     (out / "learners").mkdir(exist_ok=True)
     for learner, verdicts in grades.items():

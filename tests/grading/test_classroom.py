@@ -34,7 +34,7 @@ def grading(tmp_path, hall, sandbox, limits):
 def graded(grading, hall):
     submissions = read_submissions([hall], TASKS)
     grades = grading.grade(submissions, progress=False)
-    reports.write_all(grading.out, grades, TASKS, submissions, isolated=True, hidden=True)
+    reports.write_all(grading.out, grades, TASKS, submissions, isolated=True)
     return grades
 
 
