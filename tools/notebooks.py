@@ -127,7 +127,7 @@ def without_widgets(output: nbformat.NotebookNode, name: str) -> None:
     if set(data) == {"text/plain"} and re.match(written, data["text/plain"]):
         raise SystemExit(
             f"{name} shows a widget without a picture beside it, {data['text/plain'][:40]}…: "
-            "use course_lib.lessons.notebook.show_widget"
+            "give it one, as course_lib.lessons.pipeline.explorer.Explorer does"
         )
 
 

@@ -6,7 +6,7 @@ tell apart. What is predicted is hollow and hatched, what is measured is solid.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -34,7 +34,9 @@ COLOURS = {
     "neutral": "#555555",
 }
 SERIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
-PREDICTED: dict[str, Any] = {"fill": False, "hatch": "////", "linewidth": 1.2}
+Look: TypeAlias = dict[str, Any]
+"""Keywords of matplotlib's functions."""
+PREDICTED: Look = {"fill": False, "hatch": "////", "linewidth": 1.2}
 
 _RC = {
     "figure.dpi": 110,
@@ -149,7 +151,7 @@ def upright_grid(axes: Axes, visible: bool = True) -> None:
     axes.grid(axis="x", visible=visible)
 
 
-def hollow(colour: str, label: str = "predicted") -> dict[str, Any]:
+def hollow(colour: str, label: str = "predicted") -> Look:
     """Look of a bar for what was predicted."""
     return {**PREDICTED, "edgecolor": colour, "label": label}
 

@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from course_lib.figures.style import COLOURS, canvas, hollow, label_right, upright_grid
+from course_lib.figures.style import COLOURS, Look, canvas, hollow, label_right, upright_grid
 from course_lib.parallel.pipeline.actions import B, F, I, Schedule, W
 from course_lib.parallel.pipeline.simulation import Span, Timeline
 
@@ -143,7 +143,7 @@ def _block(axes: Axes, span: Span, top: float, height: float, lap: int, hatched:
         foot = 0.12 * lap * height
         axes.add_patch(Rectangle((start, top + height - foot), width, foot, facecolor="black", edgecolor="none"))
     if label:
-        look = {"fontsize": 7.5 if height == LANE else 6, "color": "black" if hatched else INK[kind]}
+        look: Look = {"fontsize": 7.5 if height == LANE else 6, "color": "black" if hatched else INK[kind]}
         axes.text(start + width / 2, top + 0.47 * height, label, ha="center", va="center_baseline", **look)
 
 

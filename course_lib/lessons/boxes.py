@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 LOOKS = {
@@ -29,11 +28,6 @@ def kind_box(kind: str, inner: str) -> str:
     return box(*LOOKS[kind], f"<b>{kind.capitalize()}</b> {inner}")
 
 
-def folded(summary: str, inner: str) -> str:
-    """HTML that opens at a click; without styles it still folds."""
-    return f"<details><summary>{escape(summary)}</summary>{inner}</details>"
-
-
 def number(value: Any) -> str:
     """A number in few digits; a truth value as yes or no; words as they are."""
     if isinstance(value, bool):
@@ -49,11 +43,6 @@ def with_unit(value: Any, unit: str) -> str:
     if shown == "1" and first != "times" and re.fullmatch(r"[a-z-]{2,}[^s]s", first):
         unit = " ".join([first[:-1], *rest])
     return f"{shown} {unit}".rstrip()
-
-
-def phrase(name: str, label: str | None) -> str:
-    """Words of a box for a name."""
-    return label or name.replace("_", " ")
 
 
 def labelled(choices: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Any]:

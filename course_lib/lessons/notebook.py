@@ -11,7 +11,6 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import ipywidgets as widgets
 import nbformat
 import pandas as pd
 from IPython.display import HTML, display
@@ -110,7 +109,7 @@ def predict(
         ``value``.
     """
     prediction = _predictions[name] = Prediction(
-        value, boxes.phrase(name, label), boxes.labelled(choices), asked=ask is not None
+        value, label or name.replace("_", " "), boxes.labelled(choices), asked=ask is not None
     )
     shown = _shown(value, unit, prediction.choices)
     reason = f" <span style='{boxes.FAINT}'>({escape(because)})</span>" if because else ""
@@ -123,7 +122,7 @@ def predict(
     page = boxes.box(
         *boxes.LOOKS["predicted"], f"<b>Your prediction.</b> {escape(ask)}" + (options if prediction.choices else "")
     )
-    fold = boxes.folded("The author's prediction", author)
+    fold = f"<details><summary>The author's prediction</summary>{author}</details>"
     answers = questions.current()
     if entry := answers.entry(name):
         page += f"<div>You: <b>{escape(_shown(entry['value'], unit, prediction.choices))}</b></div>"
@@ -210,16 +209,6 @@ def text_table(frame: pd.DataFrame) -> "Styler":
     """A table of long texts: :func:`left_aligned`, in lines that break, without the index."""
     whole = {"white-space": "normal", "vertical-align": "top"}
     return left_aligned(frame).hide().format(precision=3).set_properties(**whole)
-
-
-def show_widget(widget: widgets.Widget, fallback: Any) -> None:
-    """Show a widget, and wherever none can be shown a static picture of it.
-
-    Args:
-        widget: what a live page shows.
-        fallback: matplotlib figure, PNG as bytes, or SVG or HTML as text.
-    """
-    display(widget_display.bundle(widget, fallback), raw=True)
 
 
 def _shown(value: Any, unit: str, choices: dict[str, Any]) -> str:

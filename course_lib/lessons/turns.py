@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-Name, Result = TypeVar("Name"), TypeVar("Result")
+Name = TypeVar("Name")
+Result = TypeVar("Result")
 
 
 def in_turns(ways: Mapping[Name, Callable[[], Result]], tries: int, warm_up: int = 0) -> dict[Name, list[Result]]:

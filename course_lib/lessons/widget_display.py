@@ -17,20 +17,15 @@ def view(widget: widgets.DOMWidget) -> dict[str, Any]:
     return {VIEW: {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}}
 
 
-def bundle(widget: widgets.DOMWidget, fallback: Figure | bytes | str, said: str = "") -> dict[str, Any]:
-    """A display's bundle: the picture, and before a live page the widget too.
+def bundle(widget: widgets.DOMWidget, picture: bytes, said: str) -> dict[str, Any]:
+    """A display's bundle: a static picture, and before a live page the widget too.
 
     Args:
         widget: what a live page shows.
-        fallback: matplotlib figure, PNG as bytes, or SVG or HTML as text.
+        picture: PNG, for all other pages.
         said: for a terminal.
     """
-    data: dict[str, Any] = {"text/plain": said or "(a widget: run this cell in JupyterLab)"}
-    if isinstance(fallback, str):
-        data["image/svg+xml" if fallback.lstrip().startswith(("<svg", "<?xml")) else "text/html"] = fallback
-    else:
-        image = fallback if isinstance(fallback, bytes) else png(fallback)
-        data["image/png"] = base64.b64encode(image).decode()
+    data = {"text/plain": said, "image/png": base64.b64encode(picture).decode()}
     return data | (view(widget) if learner_files.is_live() else {})
 
 

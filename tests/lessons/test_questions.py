@@ -14,8 +14,6 @@ from course_lib.errors import DataError
 from course_lib.lessons import boxes, notebook, questions, widget_display
 from tools.notebooks import without_widgets
 
-PNG = b"\x89PNG of a test"
-
 
 @pytest.fixture
 def answers(tmp_path, monkeypatch):
@@ -217,45 +215,30 @@ def test_a_record_is_on_the_page_only_where_asked(shown):
     assert shown[1]["text/plain"] == "apart at the end: 0.5 nats" and "text/html" not in shown[1]
 
 
-def test_a_widget_has_a_picture_beside_it(shown, monkeypatch):
-    widget = ipywidgets.IntSlider()
-    notebook.show_widget(widget, PNG)
-    notebook.show_widget(widget, "<svg/>")
-    monkeypatch.setattr(learner_files, "is_live", lambda: False)
-    notebook.show_widget(widget, "<b>here</b>")
-    assert [sorted(data) for data in shown] == [
-        ["application/vnd.jupyter.widget-view+json", "image/png", "text/plain"],
-        ["application/vnd.jupyter.widget-view+json", "image/svg+xml", "text/plain"],
-        ["text/html", "text/plain"],
-    ]
-
-
 def test_the_stored_copy_has_no_widgets():
     output = nbformat.v4.new_output("display_data", {widget_display.VIEW: {}, "image/png": "", "text/plain": "x"})
     without_widgets(output, "lesson")
     assert set(output.data) == {"image/png", "text/plain"}
     bare = nbformat.v4.new_output("display_data", {widget_display.VIEW: {}, "text/plain": "VBox(children=(Dropdown("})
-    with pytest.raises(SystemExit, match="show_widget"):
+    with pytest.raises(SystemExit, match="without a picture"):
         without_widgets(bare, "lesson")
 
 
 def test_a_headless_run_has_the_question_and_the_authors_answer_folded(tmp_path):
     cells = (
-        "from course_lib.lessons.notebook import measure, predict, show_widget\nfrom ipywidgets import IntSlider, VBox",
+        "from course_lib.lessons.notebook import measure, predict",
         "predict('ring', 2.0, 'MB', ask='How many bytes?', because='two halves');",
         "measure('ring', 2.2, 'MB');",
-        "show_widget(VBox([IntSlider()]), '<i>a slider</i>')",
     )
     path = tmp_path / "02_data_parallel.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells]), path)
     papermill.execute_notebook(str(path), str(path), cwd=str(tmp_path), kernel_name="python3", progress_bar=False)
     done = nbformat.read(path, as_version=4)
-    (question,), (result,), (slider,) = (cell.outputs for cell in done.cells[1:])
+    (question,), (result,) = (cell.outputs for cell in done.cells[1:])
     page = question.data["text/html"]
     assert "How many bytes?" in page.partition("<details>")[0] and "2 MB" not in page.partition("<details>")[0]
     assert re.search(r"<details>.*2 MB.*two halves.*</details>", page)
     assert "(predicted 2; 1.10 of the prediction)" in result.data["text/html"]
-    assert slider.data["text/html"] == "<i>a slider</i>"
     everything = path.read_text(encoding="utf-8")
     assert "children=" not in json.dumps([cell.outputs for cell in done.cells]) and "widget-view" not in everything
     assert notebook.recorded(path) == {"ring": 2.2} and os.listdir(tmp_path) == [path.name]

@@ -2,6 +2,7 @@
 
 import json
 import pydoc_data.topics
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,16 +122,12 @@ def held(way: str, method: str) -> Held:
         stepped = optimizer if way == "DDP" else engine
         stepped.step()
         stepped.zero_grad()
-    sent: dict[str, int] = {}
+    sent = Counter[str]()
     for collective in meter.collectives:
-        sent[collective.name] = sent.get(collective.name, 0) + collective.sent
+        sent[collective.name] += collective.sent
     stays = {kind: meter.resident[kind] for kind in KINDS[:3]}
-    return Held(
-        trained,
-        stays | {"activations": meter.peak["activations"]},
-        meter.peak["parameters"] - stays["parameters"],
-        sent,
-    )
+    gathered = meter.peak["parameters"] - stays["parameters"]
+    return Held(trained, stays | {"activations": meter.peak["activations"]}, gathered, dict(sent))
 
 
 def all_held() -> dict[str, dict[str, Held]]:
@@ -144,13 +141,9 @@ def planned(way: str, method: str, ranks: int) -> dict[str, float]:
     model = models.from_config({**SIZES, "model_type": "llama", "tie_word_embeddings": False})
     plan = Plan(TOKENS, data=ranks, micro_batch=ROWS, precision="fp32", **WAYS[way], **METHODS[method])
     foreseen = memory.estimate(model, plan)
-    return dict(
-        zip(
-            KINDS,
-            (foreseen.parameters, foreseen.gradients, foreseen.optimizer, foreseen.activations + foreseen.logits),
-            strict=True,
-        )
-    )
+    activations = foreseen.activations + foreseen.logits
+    held = foreseen.parameters, foreseen.gradients, foreseen.optimizer, activations
+    return dict(zip(KINDS, held, strict=True))
 
 
 class _Allocated(AllocationLog):
@@ -187,21 +180,14 @@ def loaded(folder: Path, *, way: str = "FSDP2", sliced: bool = True) -> dict[str
             for weight in model.parameters():
                 log.hold(weight, "parameters")
         optimizer = torch.optim.AdamW(model.parameters())
-        engine: Any = (
-            Zero3(model, optimizer, filled_later=sliced)
-            if way == "ZeRO-3"
-            else shard_with_torch(model, optimizer, filled_later=sliced)
-        )
+        engine: Any = (Zero3 if way == "ZeRO-3" else shard_with_torch)(model, optimizer, filled_later=sliced)
         files = sliced_weights.SlicedWeights(folder)
-        if sliced:
-            shards = (
-                engine.shards()
-                if way == "ZeRO-3"
-                else {name: own_rows(weight, rank, ranks) for name, weight in model.named_parameters()}
-            )
+        if sliced and way == "ZeRO-3":
+            sliced_weights.fill(engine.shards(), files)
+            engine.refresh()
+        elif sliced:
+            shards = {name: own_rows(weight, rank, ranks) for name, weight in model.named_parameters()}
             sliced_weights.fill(shards, files)
-            if way == "ZeRO-3":
-                engine.refresh()
         log.stop()
     ids = torch.arange(TOKENS)[None]
     loss = engine(input_ids=ids, labels=ids).loss.item()

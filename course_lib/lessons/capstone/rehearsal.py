@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from safetensors.torch import load_file
 
+from course_lib.config import Config
 from course_lib.errors import CheckpointError
 from course_lib.launching.launch import RankError, launch
 from course_lib.lessons.capstone.decisions import Project
@@ -194,15 +195,7 @@ def break_run(project: Project, folder: Path, kill: KillAt | None = None) -> Bro
     kill = kill or KillAt(project.world_size - 1, project.kill_step)
     how = f"nothing: there is no step {kill.step}"
     try:
-        launch(
-            train,
-            config,
-            [kill],
-            num_processes=project.world_size,
-            device=project.device,
-            timeout=TIMEOUT,
-            stream=False,
-        )
+        _train(project, config, [kill])
     except RankError as error:
         how = str(error).splitlines()[0]
     losses = dict(record_of(folder))
@@ -213,6 +206,11 @@ def break_run(project: Project, folder: Path, kill: KillAt | None = None) -> Bro
     except CheckpointError:
         newest = None
     return Broken(how, killed, step, newest, step - (int(newest.split("-")[1]) if newest else 0), losses)
+
+
+def _train(project: Project, config: Config, callbacks: Sequence[Callback] = ()) -> None:
+    ranks: dict[str, Any] = {"num_processes": project.world_size, "device": project.device}
+    launch(train, config, list(callbacks), timeout=TIMEOUT, stream=False, **ranks)
 
 
 def record_of(folder: Path) -> list[tuple[int, float]]:
@@ -244,7 +242,7 @@ def resume(project: Project, folder: Path, undisturbed: Path) -> Resumed:
     """Go on from the newest whole checkpoint of a broken run, and compare its end with that of another folder's."""
     config = project.config(folder, overwrite_output_dir=False, resume_from_checkpoint="latest")
     try:
-        launch(train, config, num_processes=project.world_size, device=project.device, timeout=TIMEOUT, stream=False)
+        _train(project, config)
     except CheckpointError as error:
         return Resumed(str(error))
     return Resumed("", *differing_bytes(folder, undisturbed), record_of(folder))

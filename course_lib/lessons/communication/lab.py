@@ -224,15 +224,10 @@ def limit_rate(rate: float) -> str:
 
 
 def _throttled(
-    rate: float,
-    text: dict[str, Tensor],
-    methods: list[str],
-    num_processes: int,
-    timeout: float,
-    options: dict[str, Any],
+    rate: float, methods: list[str], num_processes: int, timeout: float, options: dict[str, Any]
 ) -> dict[str, TrainingRun]:
     limit_rate(rate * num_processes)
-    return launch(_trainings, text, methods, options, num_processes=num_processes, timeout=timeout, device="cpu")[0]
+    return trainings(methods, num_processes, timeout, **options)
 
 
 def over_a_slow_network(
@@ -245,4 +240,4 @@ def over_a_slow_network(
     Raises:
         LaunchError: this system allows no network of one's own, or cannot limit its rate.
     """
-    return in_own_network(_throttled, rate, texts(), methods, num_processes, timeout, options)
+    return in_own_network(_throttled, rate, methods, num_processes, timeout, options)

@@ -20,12 +20,8 @@ def sent(counted: Mapping[str, Mapping[str, int]], predicted: Mapping[str, Mappi
     """
     kinds = list(counted)
     more = [of["ulysses"] / of["ring"] for of in counted.values()]
-    with canvas(
-        f"Ulysses sends {more[0]:.2f} times the ring's bytes with {kinds[0]}, {more[1]:.2f} with {kinds[1]}",
-        ncols=2,
-        height=2.7,
-        sharey=True,
-    ) as (figure, both):
+    title = f"Ulysses sends {more[0]:.2f} times the ring's bytes with {kinds[0]}, {more[1]:.2f} with {kinds[1]}"
+    with canvas(title, ncols=2, height=2.7, sharey=True) as (figure, both):
         for axes, kind in zip(both, kinds, strict=True):
             for row, (way, value) in enumerate(counted[kind].items()):
                 axes.barh(row, value / KB, height=0.5, color=COLOURS["communication"], label="counted")
@@ -48,12 +44,8 @@ def balance(work: Mapping[str, Sequence[Sequence[int]]]) -> Figure:
     """
     lasts = {layout: sum(map(max, steps)) for layout, steps in work.items()}
     first, second = work
-    with canvas(
-        f"By the count a {first} ring lasts {lasts[first] / lasts[second]:.2f} times as long as in {second}",
-        ncols=2,
-        height=2.9,
-        sharey=True,
-    ) as (figure, both):
+    title = f"By the count a {first} ring lasts {lasts[first] / lasts[second]:.2f} times as long as in {second}"
+    with canvas(title, ncols=2, height=2.9, sharey=True) as (figure, both):
         for axes, (layout, steps) in zip(both, work.items(), strict=True):
             ranks = len(steps[0])
             for rank in range(ranks):

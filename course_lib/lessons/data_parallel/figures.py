@@ -10,6 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from course_lib.figures.style import (
     COLOURS,
+    Look,
     canvas,
     curve,
     dots,
@@ -180,7 +181,7 @@ def _one_backward(axes: Axes, way: Sending) -> None:
     """Backward and waiting in one row, and the buckets in rows of their own."""
     axes.barh(0, way.backward, height=1.6, color=COLOURS["backward"], label="backward")
     axes.text(way.backward / 2, 0, "backward", ha="center", va="center", color="white", fontsize=9)
-    waits = {"edgecolor": COLOURS["neutral"], "linewidth": 0.6, "hatch": "///", "label": "waiting"}
+    waits: Look = {"edgecolor": COLOURS["neutral"], "linewidth": 0.6, "hatch": "///", "label": "waiting"}
     axes.barh(0, way.end - way.backward, left=way.backward, height=1.6, color=COLOURS["idle"], **waits)
     axes.text(way.end, 0, f" waits {way.end - way.backward:.0f} ms", va="center", color=COLOURS["neutral"], fontsize=9)
     for row, (begin, end) in enumerate(way.sent):
@@ -188,8 +189,8 @@ def _one_backward(axes: Axes, way: Sending) -> None:
         axes.text(end, 1.5 + 0.6 * row, f" {row}", va="center", color=COLOURS["neutral"], fontsize=7)
     axes.axvline(way.backward, color="black", linewidth=0.9, linestyle=":")
     # To the left of the last bar, where the others have not begun either.
-    place, look = 1.5 + 0.6 * (len(way.sent) - 1), {"color": SENT, "fontsize": 9, "fontweight": "bold"}
-    axes.text(0.005 * way.end, place, "all-reduces, by bucket", va="center", **look)
+    look: Look = {"color": SENT, "fontsize": 9, "fontweight": "bold"}
+    axes.text(0.005 * way.end, 1.5 + 0.6 * (len(way.sent) - 1), "all-reduces, by bucket", va="center", **look)
     axes.set(yticks=[], ylim=(1.4 + 0.6 * max(2, len(way.sent)), -1.2))
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from course_lib.figures.style import COLOURS, SERIES, canvas, curve, end_label, spread_out
+from course_lib.figures.style import COLOURS, SERIES, canvas, curve, end_label, spread_out, stack
 
 LAST = 10
 """Steps at the end of a training; a title has their mean."""
@@ -19,16 +19,12 @@ def worked(copies: Mapping[str, Sequence[int]]) -> Figure:
     """
     idle = {name: 1 - sum(of) / (len(of) * max(of)) for name, of in copies.items()}
     worst = max(idle, key=lambda name: idle[name])
-    with canvas(
-        f"In the {worst} the ranks wait for {idle[worst]:.0%} of the layer, counted in copies",
-        height=2.9,
-        ncols=len(copies),
-        sharex=True,
-    ) as (figure, axes):
+    colours = {"copies": COLOURS["forward"], "waiting": COLOURS["idle"]}
+    title = f"In the {worst} the ranks wait for {idle[worst]:.0%} of the layer, counted in copies"
+    with canvas(title, height=2.9, ncols=len(copies), sharex=True) as (figure, axes):
         for side, (name, of) in zip(axes, copies.items(), strict=True):
             for rank, number in enumerate(of):
-                side.barh(rank, number, color=COLOURS["forward"], height=0.6, label="copies")
-                side.barh(rank, max(of) - number, left=number, color=COLOURS["idle"], height=0.6, label="waiting")
+                stack(side, rank, {"copies": number, "waiting": max(of) - number}, colours, lies=True)
                 side.text(number, rank, f" {number}", va="center", fontsize=9)
             side.set_title(name, fontsize=10)
             side.set_yticks(range(len(of)), [f"rank {rank}" for rank in range(len(of))])
@@ -48,11 +44,11 @@ def imbalance(curves: Mapping[str, Sequence[float]]) -> Figure:
     """
     ends = {name: float(np.mean(values[-LAST:])) for name, values in curves.items()}
     first, best = next(iter(ends)), min(ends, key=ends.__getitem__)
-    with canvas(
+    title = (
         f"In the last {LAST} steps the busiest expert has {ends[first]:.1f} times its share, "
-        f"{ends[best]:.1f} with the {best}",
-        height=3.2,
-    ) as (figure, axes):
+        f"{ends[best]:.1f} with the {best}"
+    )
+    with canvas(title, height=3.2) as (figure, axes):
         labels = spread_out([values[-1] for values in curves.values()], 0.075 * max(map(max, curves.values())))
         for (name, values), at, colour in zip(curves.items(), labels, SERIES, strict=False):
             curve(axes, values, color=colour, linewidth=1.6, label=name)

@@ -33,34 +33,21 @@ class Launched:
     errors: dict[int, Any]
 
 
-def torchrun(script: str, world_size: int, max_restarts: int = 0) -> Launched:
+def torchrun(script: str, world_size: int) -> Launched:
     """Run a script as `torchrun --standalone` does, on a port that the system chooses.
 
     Args:
         script: Python source.
         world_size: ranks.
-        max_restarts: how often all of them are started again.
     Raises:
         subprocess.TimeoutExpired: it did not end within LIMIT.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "fails.py").write_text(script, encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(world_size),
-            "--max-restarts",
-            str(max_restarts),
-            "--log-dir",
-            str(folder / "logs"),
-            str(folder / "fails.py"),
-        ]
+        options = ["--standalone", f"--nproc-per-node={world_size}", "--max-restarts=0", f"--log-dir={folder / 'logs'}"]
         ended = subprocess.run(
-            command,
+            [sys.executable, "-m", "torch.distributed.run", *options, str(folder / "fails.py")],
             capture_output=True,
             text=True,
             timeout=LIMIT,

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from course_lib.figures import numbers
-from course_lib.figures.style import COLOURS, canvas, label_right
+from course_lib.figures.style import COLOURS, canvas, label_right, stack
 from course_lib.hangs.watchdog import ReportedRank
 from course_lib.lessons.faults.lab import SCENARIOS, Trial
 
@@ -22,15 +22,11 @@ def last_collectives(hangs: Mapping[str, Sequence[ReportedRank]], guilty: Mappin
         hangs: by the panel's title, each rank's state as a report of the watchdog has it.
         guilty: the ranks at fault, for each panel; they are drawn in the colour of what is wrong.
     """
-    with canvas(
-        "The ranks in blue wait for the one in orange",
-        width=7.0,
-        height=0.7 + 0.42 * sum(len(states) + 1 for states in hangs.values()),
-        nrows=len(hangs),
-        squeeze=False,
-        height_ratios=[len(states) + 1 for states in hangs.values()],
-        sharex=True,
-    ) as (figure, panels):
+    ended, at_fault = {True: "is over", False: "waits"}, {True: "yes", False: "no"}
+    lines = [len(states) + 1 for states in hangs.values()]
+    shape = {"nrows": len(hangs), "squeeze": False, "height_ratios": lines, "sharex": True}
+    title = "The ranks in blue wait for the one in orange"
+    with canvas(title, width=7.0, height=0.7 + 0.42 * sum(lines), **shape) as (figure, panels):
         furthest = max(state.sequence or 0 for states in hangs.values() for state in states)
         for axes, (name, states) in zip(panels[:, 0], hangs.items(), strict=True):
             for state in states:
@@ -47,16 +43,10 @@ def last_collectives(hangs: Mapping[str, Sequence[ReportedRank]], guilty: Mappin
         "Last collective of each rank",
         ["hang", "rank", "its number", "it", "last call", "at fault"],
         [
-            (
-                name,
-                str(state.rank),
-                str(state.sequence or 0),
-                "is over" if state.ended else "waits",
-                _last_call(state),
-                "yes" if state.rank in guilty[name] else "no",
-            )
+            (name, str(state.rank), str(state.sequence or 0), ended[state.ended], _last_call(state), at_fault[guilt])
             for name, states in hangs.items()
             for state in states
+            for guilt in [state.rank in guilty[name]]
         ],
     )
     return figure
@@ -87,11 +77,8 @@ def who_spoke(trials: Mapping[str, Trial], world_size: int) -> Figure:
         world_size: ranks in each.
     """
     first = sum(bool(SCENARIOS[name].culprits & set(trial.broken.reporters[:1])) for name, trial in trials.items())
-    with canvas(
-        f"The first error came from the culprit in {first} of {len(trials)} cases",
-        width=6.4,
-        height=0.9 + 0.3 * len(trials),
-    ) as (figure, axes):
+    title = f"The first error came from the culprit in {first} of {len(trials)} cases"
+    with canvas(title, width=6.4, height=0.9 + 0.3 * len(trials)) as (figure, axes):
         for row, (name, trial) in enumerate(trials.items()):
             for rank in SCENARIOS[name].culprits:
                 axes.plot(rank, row, "s", color=GUILTY, markersize=15, alpha=0.35, markeredgewidth=0, label="at fault")
@@ -122,18 +109,12 @@ def step_times(runs: Mapping[str, Sequence[Sequence[tuple[float, float]]]]) -> F
         for name, ranks in runs.items()
     }
     steps = {name: max(sum(rank) for rank in ranks) for name, ranks in medians.items()}
-    with canvas(
-        "A step takes as long as its slowest rank computes",
-        width=7.2,
-        height=2.5,
-        ncols=len(runs),
-        sharey=True,
-        sharex=True,
-    ) as (figure, panels):
+    colours = {"computing": COLOURS["forward"], "waiting": COLOURS["idle"]}
+    title = "A step takes as long as its slowest rank computes"
+    with canvas(title, width=7.2, height=2.5, ncols=len(runs), sharey=True, sharex=True) as (figure, panels):
         for axes, (name, ranks) in zip(panels, medians.items(), strict=True):
-            for rank, (computing, waiting) in enumerate(ranks):
-                axes.barh(rank, computing, color=COLOURS["forward"], label="computing")
-                axes.barh(rank, waiting, left=computing, color=COLOURS["idle"], label="waiting")
+            for rank, parts in enumerate(ranks):
+                stack(axes, rank, dict(zip(colours, parts, strict=True)), colours, size=0.8, lies=True)
             axes.set_title(f"{name}: {steps[name]:.0f} ms", fontsize=10, fontweight="normal")
             axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))])
             axes.grid(axis="y", visible=False)

@@ -5,6 +5,7 @@ names the culprit; and fixed. Each takes a second or so.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -295,7 +296,16 @@ def run(
     starts, started = 1, time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        while error := _launched(function, folder, scenario.joined, impatient, tool, world_size, limit, device):
+        on_rank = functools.partial(_on_rank, function, folder, scenario.joined, impatient, tool, device)
+
+        def launched() -> Exception | None:
+            try:
+                launch(on_rank, num_processes=world_size, timeout=limit, device=device, stream=False)
+            except (RankError, RanksHung, CourseError) as error:
+                return error
+            return None
+
+        while error := launched():
             if starts > restarts:
                 break
             starts += 1
@@ -305,46 +315,10 @@ def run(
         reports = tuple(read_reports(folder))
         records = tuple(_read(folder / f"records{rank}.json").get("entries", []) for rank in range(world_size))
     raised_at = {rank: notes["at"] for rank, notes in enumerate(last) if "raised" in notes}
-    return FaultOutcome(
-        tuple(_said(rank, notes, error) for rank, notes in enumerate(last)),
-        tuple(notes.get("value") for notes in last),
-        tuple(sorted(raised_at, key=raised_at.__getitem__)),
-        error,
-        reports,
-        records,
-        starts,
-        time.monotonic() - started,
-    )
-
-
-def _launched(
-    function: OnRank,
-    folder: Path,
-    joined: bool,
-    impatient: bool,
-    tool: Tool | None,
-    world_size: int,
-    limit: float,
-    device: str,
-) -> Exception | None:
-    """Run it on all ranks; the exception that `launch` raised, if any."""
-    try:
-        launch(
-            _on_rank,
-            function,
-            folder,
-            joined,
-            impatient,
-            tool,
-            device,
-            num_processes=world_size,
-            timeout=limit,
-            device=device,
-            stream=False,
-        )
-    except (RankError, RanksHung, CourseError) as error:
-        return error
-    return None
+    said = tuple(_said(rank, notes, error) for rank, notes in enumerate(last))
+    values = tuple(notes.get("value") for notes in last)
+    reporters = tuple(sorted(raised_at, key=raised_at.__getitem__))
+    return FaultOutcome(said, values, reporters, error, reports, records, starts, time.monotonic() - started)
 
 
 def _on_rank(function: OnRank, folder: Path, joined: bool, impatient: bool, tool: Tool | None, device: str) -> None:

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from course_lib.figures import numbers
-from course_lib.figures.style import COLOURS, canvas, curve, label_beside, name_rows, stack
+from course_lib.figures.style import COLOURS, Look, canvas, curve, label_beside, name_rows, stack
 from course_lib.lessons.fsdp.lab import WatchedSharding
 from course_lib.lessons.fsdp.overlap import Overlap, TraceEvent
 from course_lib.lessons.slow_link import Waits
@@ -27,9 +27,8 @@ def sawtooth(runs: Mapping[str, WatchedSharding], predicted: Mapping[str, float]
     peaks = f"{', '.join(others)} or {last}" if others else last
     steady = next(iter(runs.values())).steady
     top = 1.22 * max(whole, *predicted.values()) / MB
-    with canvas(
-        f"{steady / MB:.2f} MB of weights at rest; {peaks} MB while blocks come and go", ncols=len(runs), sharey=True
-    ) as (figure, panels):
+    title = f"{steady / MB:.2f} MB of weights at rest; {peaks} MB while blocks come and go"
+    with canvas(title, ncols=len(runs), sharey=True) as (figure, panels):
         for axes, (name, run) in zip(panels, runs.items(), strict=True):
             _teeth(axes, run)
             axes.axhline(predicted[name] / MB, color="black", linestyle="--", linewidth=1)
@@ -42,24 +41,22 @@ def sawtooth(runs: Mapping[str, WatchedSharding], predicted: Mapping[str, float]
         centred = {"ha": "center", "va": "center", "transform": panels[0].get_yaxis_transform()}
         panels[0].text(0.5, steady / MB / 2, "this rank's shards", color="white", fontsize=8, **centred)
         figure.supxlabel("one step, gather by gather and free by free", fontsize=9)
+    caption = f"MB of parameters on rank 0, of {_in_mb(whole)} in all"
+    columns = ["run", "at rest", "forward, at most", "backward, at most", "predicted peak"]
     numbers.tell(
         figure,
-        f"MB of parameters on rank 0, of {_in_mb(whole)} in all",
-        ["run", "at rest", "forward, at most", "backward, at most", "predicted peak"],
+        caption,
+        columns,
         [
-            (
-                name,
-                _in_mb(run.steady),
-                *(
-                    _in_mb(max(size for phase, size in run.trace if phase == which))
-                    for which in ("forward", "backward")
-                ),
-                _in_mb(predicted[name]),
-            )
+            (name, *map(_in_mb, (run.steady, _most(run, "forward"), _most(run, "backward"), predicted[name])))
             for name, run in runs.items()
         ],
     )
     return figure
+
+
+def _most(run: WatchedSharding, which: str) -> int:
+    return max(size for phase, size in run.trace if phase == which)
 
 
 def _in_mb(size: float) -> str:
@@ -81,7 +78,7 @@ def _teeth(axes: Axes, run: WatchedSharding) -> None:
     turn = [phase for phase, _ in run.trace].index("backward") + 0.5
     axes.axvline(turn, color=COLOURS["neutral"], linewidth=0.8)
     for middle, name in ((turn / 2, "forward"), ((turn + places[-1]) / 2, "backward")):
-        look = {"fontsize": 8, "color": COLOURS["neutral"], "transform": axes.get_xaxis_transform()}
+        look: Look = {"fontsize": 8, "color": COLOURS["neutral"], "transform": axes.get_xaxis_transform()}
         axes.text(middle, 0.995, name, ha="center", va="top", **look)
     axes.set_xlim(0, places[-1])
     axes.xaxis.set_major_locator(NullLocator())
@@ -113,9 +110,8 @@ def overlap(measured: Sequence[Overlap]) -> Figure:
         measured: by rising number of rows.
     """
     best = max(measured, key=lambda one: one.gain)
-    with canvas(
-        f"Prefetch over a slow link: {best.gain:.2f} times as fast at {best.rows} rows per rank", height=3.2
-    ) as (figure, axes):
+    title = f"Prefetch over a slow link: {best.gain:.2f} times as fast at {best.rows} rows per rank"
+    with canvas(title, height=3.2) as (figure, axes):
         rows = [one.rows for one in measured]
         for prefetch, name, colour in (
             (False, "without prefetch", COLOURS["communication"]),
@@ -153,10 +149,8 @@ def trace(events: Sequence[TraceEvent]) -> Figure:
     }
     early = sum(event.early for event in events if event.lane == "all-gather")
     gathers = sum(event.lane == "all-gather" and event.block is not None for event in events)
-    with canvas(f"{early} of {gathers} gathers of blocks begin while the block before still has work", height=2.2) as (
-        figure,
-        axes,
-    ):
+    title = f"{early} of {gathers} gathers of blocks begin while the block before still has work"
+    with canvas(title, height=2.2) as (figure, axes):
         for row, (lane, colour) in enumerate(lanes.items()):
             spans = [event for event in events if event.lane == lane]
             for event in spans:

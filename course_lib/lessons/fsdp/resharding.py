@@ -6,7 +6,7 @@ import pandas as pd
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -20,34 +20,34 @@ from course_lib.parallel.torch_engines.fsdp import hybrid_mesh
 from course_lib.training.checkpoints import sharded
 
 
-class CountingReader(FileSystemReader):
-    """torch's reader of the files that ``checkpoint.save`` writes.
+class _Counting:
+    """A reader of a checkpoint.
 
     Attributes:
-        bytes: of the shards that this rank has read from them; a shard is read whole, whatever is needed of it.
+        bytes: that this rank has read.
     """
 
     bytes = 0
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As the base class, and count."""
-        self.bytes += sum(self.storage_data[item.storage_index].length for item in plan.items)
-        return super().read_data(plan, planner)
-
-
-class CountingTensorReader(HuggingFaceStorageReader):
-    """The reader of the files that the course's own checkpoints consist of.
-
-    Attributes:
-        bytes: that this rank has read from them, for float32 elements.
-    """
-
-    bytes = 0
+    def size(self, item: ReadItem) -> int:
+        """Bytes that are read for one item of a plan: those of float32 elements."""
+        return 4 * item.lengths.numel()
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As the base class, and count."""
-        self.bytes += sum(4 * item.lengths.numel() for item in plan.items)
-        return super().read_data(plan, planner)
+        """As the reader itself, and count."""
+        self.bytes += sum(map(self.size, plan.items))
+        return super().read_data(plan, planner)  # type: ignore[misc]
+
+
+class CountingTensorReader(_Counting, HuggingFaceStorageReader):
+    """The reader of the files that the course's own checkpoints consist of."""
+
+
+class CountingReader(_Counting, FileSystemReader):
+    """torch's reader of the files that ``checkpoint.save`` writes; a shard is read whole, whatever is needed of it."""
+
+    def size(self, item: ReadItem) -> int:
+        return self.storage_data[item.storage_index].length
 
 
 def columns(parameter: nn.Parameter) -> Shard | None:
@@ -97,16 +97,9 @@ def shards_of(folder: str | Path, name: str) -> pd.DataFrame:
     assert isinstance(about, TensorStorageMetadata)
     for chunk in about.chunks:
         stored = index.storage_data[MetadataIndex(name, chunk.offsets)]
-        rows.append(
-            {
-                "begins at": str(tuple(chunk.offsets)),
-                "shape": str(tuple(chunk.sizes)),
-                "in file": stored.relative_path,
-                "from byte": stored.offset,
-                "bytes": stored.length,
-            }
-        )
-    return pd.DataFrame(rows)
+        place, shape = str(tuple(chunk.offsets)), str(tuple(chunk.sizes))
+        rows.append((place, shape, stored.relative_path, stored.offset, stored.length))
+    return pd.DataFrame(rows, columns=["begins at", "shape", "in file", "from byte", "bytes"])
 
 
 def stored_bytes(folder: str | Path) -> int:

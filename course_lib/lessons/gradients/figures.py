@@ -17,9 +17,8 @@ def curves(losses: Mapping[str, Sequence[float]], norms: Mapping[str, Sequence[f
     (right, of_right), (wrong, of_wrong) = norms.items()
     apart = max(abs(a - b) for a, b in zip(losses[right], losses[wrong], strict=True))
     times = sum(of_wrong) / sum(of_right)
-    with canvas(
-        f"The losses are {apart:.0e} nats apart, the gradients differ by a factor of {times:.2f}", ncols=2, height=2.9
-    ) as (figure, both):
+    title = f"The losses are {apart:.0e} nats apart, the gradients differ by a factor of {times:.2f}"
+    with canvas(title, ncols=2, height=2.9) as (figure, both):
         for axes, by_run, unit in zip(
             both, (losses, norms), ("loss, nats per word", "norm of the gradient"), strict=True
         ):

@@ -76,8 +76,8 @@ def step_memory(held: Memory, groups: int = 4) -> Diagram:
             if size:
                 height = HEIGHT * size / most
                 y -= height
-                look = {"fill": KIND_COLOURS[kind], "stroke": "none", "means": (number, name, kind, size)}
-                diagram.box(x, y, pitch - 8, height, **look)
+                fill, means = KIND_COLOURS[kind], (number, name, kind, size)
+                diagram.box(x, y, pitch - 8, height, fill=fill, stroke="none", means=means)
         middle = x + (pitch - 8) / 2
         diagram.text(middle, y - 9, f"{total / 2**30:.1f}", SMALL, colour=INK, bold=total == most)
         diagram.text(middle, base + 11, part or name, SMALL, colour=GREY)

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from course_lib.figures.style import COLOURS, canvas, hollow, label_right, name_rows
+from course_lib.figures.style import COLOURS, Look, canvas, hollow, label_right, name_rows
 from course_lib.lessons.pipeline.explorer import Explorer
 from course_lib.lessons.planning.diagrams import KIND_COLOURS
 from course_lib.planning import strategy
@@ -88,7 +88,7 @@ def _place(axes: Axes, x: int, y: int, place: Place) -> None:
     )
     dark = family in ("FSDP", "ZeRO-3")
     text = " =\n".join([family, *others])
-    look = {"fontsize": 8 if len(others) < 2 else 7, "color": "white" if dark else "black", "fontweight": "bold"}
+    look: Look = {"fontsize": 8 if len(others) < 2 else 7, "color": "white" if dark else "black", "fontweight": "bold"}
     axes.text(x, y, text, ha="center", va="center", **look)
 
 

@@ -11,6 +11,7 @@ from course_lib.figures import numbers
 from course_lib.figures.style import (
     COLOURS,
     SERIES,
+    Look,
     canvas,
     curve,
     end_label,
@@ -99,7 +100,7 @@ def _callouts(axes: Axes, operators: Mapping[str, Operator], labels: Sequence[st
         height = max(rate, step * height) if side == "left" else min(rate, step * height)
         colour, relpos = _colour(row), (0 if side == "left" else 1, 0.5)
         line = {"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkB": 4, "relpos": relpos}
-        look = {"fontsize": 9, "color": colour, "fontweight": "bold", "arrowprops": line}
+        look: Look = {"fontsize": 9, "color": colour, "fontweight": "bold", "arrowprops": line}
         axes.annotate(label, (row.intensity, rate), xytext=(place, height), ha=side, va="center", **look)
 
 

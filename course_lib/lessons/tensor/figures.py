@@ -33,9 +33,8 @@ def sent_and_held(sent: Mapping[str, int], held: Mapping[str, int], predicted: M
     plain, sequence = list(held)[-2:]
     saved = 1 - held[sequence] / held[plain]
     more = sent[sequence] / sent[plain] - 1
-    with canvas(
-        f"Sequence parallelism: {more:+.0%} bytes sent, {-saved:.0%} activations held", ncols=2, height=2.9, sharey=True
-    ) as (figure, (left, right)):
+    title = f"Sequence parallelism: {more:+.0%} bytes sent, {-saved:.0%} activations held"
+    with canvas(title, ncols=2, height=2.9, sharey=True) as (figure, (left, right)):
         for row, name in enumerate(held):
             for axes, value, colour in (
                 (left, sent[name] / KB, COLOURS["communication"]),
@@ -62,13 +61,8 @@ def bytes_by_axis(grid: RankGrid, sent: Mapping[str, int], predicted: Mapping[st
     """
     most = max(sent, key=lambda axis: sent[axis])
     others = sum(sent.values()) - sent[most]
-    with canvas(
-        f"The {most} axis sends {sent[most] / others:.1f} times what the others send together",
-        ncols=2,
-        width=7.4,
-        height=3.5,
-        width_ratios=(3, 2),
-    ) as (figure, (left, right)):
+    title = f"The {most} axis sends {sent[most] / others:.1f} times what the others send together"
+    with canvas(title, ncols=2, width=7.4, height=3.5, width_ratios=(3, 2)) as (figure, (left, right)):
         _links(left, grid, sent)
         for row, axis in enumerate(AXES):
             value = sent[axis] / KB
@@ -127,10 +121,8 @@ def orders(steps: Mapping[str, Mapping[str, float]], half: Mapping[str, Mapping[
     totals = [sum(parts.values()) for parts in rows.values()]
     best, *_, worst, with_half = totals
     finding = "slower" if worst > with_half else "quicker"
-    with canvas(
-        f"The worst order takes {worst / best:.1f} times as long as the best, and is {finding} than half the GPUs",
-        height=3.9,
-    ) as (figure, axes):
+    title = f"The worst order takes {worst / best:.1f} times as long as the best, and is {finding} than half the GPUs"
+    with canvas(title, height=3.9) as (figure, axes):
         for row, parts in enumerate(rows.values()):
             parts = {part: parts[part] for part in PARTS}
             end = stack(axes, row, parts, PARTS, size=0.66, lies=True, edgecolor="white", linewidth=0.5)
