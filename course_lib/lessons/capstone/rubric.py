@@ -84,7 +84,6 @@ Verdict = tuple[bool, str, str]
 Judge = Callable[[Project, Evidence], Verdict]
 CRITERIA: list[Callable[[Project, Evidence], Criterion]] = []
 """Every criterion, in the order of the project."""
-SAME_END = "The resumed run ends with the undisturbed run's weights"
 
 
 def criterion(asked: str) -> Callable[[Judge], Callable[[Project, Evidence], Criterion]]:
@@ -186,18 +185,14 @@ def survived(project: Project, evidence: Evidence) -> Verdict:
     return broken.killed and bool(broken.checkpoint), f"{broken.lost} of {broken.step} steps lost", why
 
 
-@criterion(SAME_END)
+@criterion("The resumed run ends with the undisturbed run's weights")
 def exact(project: Project, evidence: Evidence) -> Verdict:
     """The resumed run has each step once, and ends with the undisturbed run's bytes."""
-    if not evidence.resumed.problem and not evidence.broken.killed:
-        return False, "not interrupted", "nothing was killed, so nothing was resumed"
-    return same_end(project, evidence.resumed)
-
-
-def same_end(project: Project, resumed: Resumed) -> Verdict:
-    """Whether a resumed run has each step once, and ends with the undisturbed run's bytes."""
+    resumed = evidence.resumed
     if resumed.problem:
         return False, "not resumed", resumed.problem
+    if not evidence.broken.killed:
+        return False, "not interrupted", "nothing was killed, so nothing was resumed"
     complete = [step for step, _ in resumed.record] == list(range(1, project.steps + 1))
     return (
         complete and resumed.differing == 0,
