@@ -86,7 +86,7 @@ DRAWN = {
     "unit_life": [states.unit_life],
     "job_life": [states.job_life],
     "hang": [lambda n=n: states.hang(n) for n in (2, 3, 4)],
-    "store_keys": [lambda n=n, m=m: store_keys.written_keys(n, m) for n in (2, 3, 4) for m in (None, 1)],
+    "store_keys": [lambda n=n: store_keys.written_keys(n, 1) for n in (2, 3, 4)],
 }
 
 

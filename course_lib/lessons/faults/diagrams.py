@@ -6,21 +6,18 @@ from course_lib.figures.diagrams.marks import GREY, MARGIN, SMALL, WIDTH, tint
 from course_lib.figures.style import COLOURS
 
 
-def written_keys(ranks: int = 3, missing: int | None = None) -> Diagram:
-    """Every rank writes its address into the store under its number, and reads those of the others.
+def written_keys(ranks: int = 3, missing: int = 1) -> Diagram:
+    """Every rank writes its address into the store under its number, and waits for those of the others.
 
     Args:
         ranks: 2 to 6.
         missing: a rank that never reaches the store.
     """
-    waits = missing is not None
     diagram = Diagram(
-        f"Rank {missing} never reached the store: all others wait for its key"
-        if waits
-        else "Each rank writes its own address into the store, and reads the others'",
+        f"Rank {missing} never reached the store: all others wait for its key",
         f"{ranks} ranks on the left, the store with one key per rank in the middle, kept by rank 0 at "
         "MASTER_ADDR and MASTER_PORT, and the connections that follow on the right."
-        + (f" The key of rank {missing} is missing." if waits else ""),
+        f" The key of rank {missing} is missing.",
     )
     top, pitch, left, middle = diagram.head + 34, 44.0, MARGIN, 270.0
     height = 2 * 16 + ranks * pitch
@@ -40,11 +37,7 @@ def written_keys(ranks: int = 3, missing: int | None = None) -> Diagram:
             diagram.text(middle - 62, own.centre[1], "wrong port", SMALL, colour=COLOURS["wrong"])
         else:
             diagram.arrow(own.edge("right"), key.edge("left"), means=(rank, "store"))
-        fill, text = "#FFFFFF", "" if gone else "gloo or NCCL, to all others"
-        if waits and not gone:
-            fill, text = COLOURS["idle"], f"wait for …/{missing}"
+        fill, text = ("#FFFFFF", "") if gone else (COLOURS["idle"], f"wait for …/{missing}")
         x = WIDTH - MARGIN - 170
-        peer = diagram.box(x, y, 170, 30, text, dashed=waits, size=SMALL, fill=fill, means=("then", rank))
-        if not waits:
-            diagram.arrow(key.edge("right"), peer.edge("left"), means=("store", rank))
+        diagram.box(x, y, 170, 30, text, dashed=True, size=SMALL, fill=fill, means=("then", rank))
     return diagram
