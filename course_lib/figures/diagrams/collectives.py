@@ -30,16 +30,6 @@ def check_ranks(ranks: int, least: int = 2, most: int = 5) -> None:
         raise ConfigError(f"a diagram for {ranks} ranks", f"take {least} to {most}")
 
 
-def reduced_part(rank: int, ranks: int, step: int) -> int:
-    """The part that a rank sends in step 1, 2, … of the reduce-scatter; see ``collectives.reduce_scatter``."""
-    return (rank - step) % ranks
-
-
-def gathered_part(rank: int, ranks: int, step: int) -> int:
-    """The part that a rank sends in step 1, 2, … of the all-gather; see ``collectives.all_gather``."""
-    return (rank - step + 1) % ranks
-
-
 def ring(ranks: int = 4) -> Diagram:
     """A ring all-reduce step by step: N - 1 steps of reduce-scatter, then N - 1 of all-gather.
 
@@ -60,10 +50,8 @@ def ring(ranks: int = 4) -> Diagram:
     held = {(rank, part): frozenset({rank}) for rank in range(ranks) for part in range(ranks)}
     top = diagram.head + 14
     panel = (WIDTH - 2 * MARGIN) / ranks
-    for phase, part_of, says in (
-        ("reduce-scatter", reduced_part, "sums grow"),
-        ("all-gather", gathered_part, "finished parts go round"),
-    ):
+    # The part that a rank sends: in step 1 of the reduce-scatter that of the rank before it, in the all-gather its own.
+    for phase, shift, says in (("reduce-scatter", 0, "sums grow"), ("all-gather", 1, "finished parts go round")):
         diagram.text(MARGIN, top, f"{phase}: {says}", anchor="start", bold=True, colour=SENT)
         top += 16
         for step in range(1, ranks + 1):
@@ -71,7 +59,7 @@ def ring(ranks: int = 4) -> Diagram:
             sends = [
                 Send(step, rank, (rank + 1) % ranks, part, held[rank, part])
                 for rank in range(ranks)
-                for part in [part_of(rank, ranks, step)]
+                for part in [(rank - step + shift) % ranks]
                 if step < ranks
             ]
             caption = f"step {step}" if sends else ("one sum per rank" if phase == "reduce-scatter" else "all sums")
