@@ -57,15 +57,11 @@ class Held:
     """One rank's step.
 
     Attributes:
-        trained: elements, of the whole model.
         bytes: by kind of KINDS: what stays from step to step, and of activations the most.
-        gathered: bytes of parameters that are there for a while, at most.
         sent: bytes by collective.
     """
 
-    trained: int
     bytes: dict[str, int]
-    gathered: int
     sent: dict[str, int]
 
 
@@ -107,7 +103,6 @@ def held(way: str, method: str) -> Held:
     """Bytes that this rank holds and sends in its second step, with the optimizer's state; the ranks have joined."""
     model = prepared(method)
     weights = [p for p in model.parameters() if p.requires_grad]
-    trained = sum(p.numel() for p in weights)
     optimizer = torch.optim.AdamW(weights)
     engine: Any = {
         "DDP": lambda: DataParallel(model),
@@ -126,8 +121,7 @@ def held(way: str, method: str) -> Held:
     for collective in meter.collectives:
         sent[collective.name] += collective.sent
     stays = {kind: meter.resident[kind] for kind in KINDS[:3]}
-    gathered = meter.peak["parameters"] - stays["parameters"]
-    return Held(trained, stays | {"activations": meter.peak["activations"]}, gathered, dict(sent))
+    return Held(stays | {"activations": meter.peak["activations"]}, dict(sent))
 
 
 def all_held() -> dict[str, dict[str, Held]]:
