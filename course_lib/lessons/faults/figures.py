@@ -22,7 +22,6 @@ def last_collectives(hangs: Mapping[str, Sequence[ReportedRank]], guilty: Mappin
         hangs: by the panel's title, each rank's state as a report of the watchdog has it.
         guilty: the ranks at fault, for each panel; they are drawn in the colour of what is wrong.
     """
-    ended, at_fault = {True: "is over", False: "waits"}, {True: "yes", False: "no"}
     lines = [len(states) + 1 for states in hangs.values()]
     shape = {"nrows": len(hangs), "squeeze": False, "height_ratios": lines, "sharex": True}
     title = "The ranks in blue wait for the one in orange"
@@ -38,17 +37,14 @@ def last_collectives(hangs: Mapping[str, Sequence[ReportedRank]], guilty: Mappin
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         panels[-1, 0].set_xlabel("sequence number of the collective (filled: over; hollow: issued, waits)")
         panels[-1, 0].set_xticks(range(1, furthest + 1))
-    numbers.tell(
-        figure,
-        "Last collective of each rank",
-        ["hang", "rank", "its number", "it", "last call", "at fault"],
-        [
-            (name, str(state.rank), str(state.sequence or 0), ended[state.ended], _last_call(state), at_fault[guilt])
-            for name, states in hangs.items()
-            for state in states
-            for guilt in [state.rank in guilty[name]]
-        ],
-    )
+    rows = []
+    for name, states in hangs.items():
+        for state in states:
+            number, how = str(state.sequence or 0), "is over" if state.ended else "waits"
+            at_fault = "yes" if state.rank in guilty[name] else "no"
+            rows.append((name, str(state.rank), number, how, _last_call(state), at_fault))
+    columns = ["hang", "rank", "its number", "it", "last call", "at fault"]
+    numbers.tell(figure, "Last collective of each rank", columns, rows)
     return figure
 
 

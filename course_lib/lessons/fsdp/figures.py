@@ -43,15 +43,11 @@ def sawtooth(runs: Mapping[str, WatchedSharding], predicted: Mapping[str, float]
         figure.supxlabel("one step, gather by gather and free by free", fontsize=9)
     caption = f"MB of parameters on rank 0, of {_in_mb(whole)} in all"
     columns = ["run", "at rest", "forward, at most", "backward, at most", "predicted peak"]
-    numbers.tell(
-        figure,
-        caption,
-        columns,
-        [
-            (name, *map(_in_mb, (run.steady, _most(run, "forward"), _most(run, "backward"), predicted[name])))
-            for name, run in runs.items()
-        ],
-    )
+    rows = [
+        (name, *map(_in_mb, (run.steady, _most(run, "forward"), _most(run, "backward"), predicted[name])))
+        for name, run in runs.items()
+    ]
+    numbers.tell(figure, caption, columns, rows)
     return figure
 
 
