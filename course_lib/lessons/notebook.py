@@ -122,7 +122,7 @@ def predict(
     page = boxes.box(
         *boxes.LOOKS["predicted"], f"<b>Your prediction.</b> {escape(ask)}" + (options if prediction.choices else "")
     )
-    fold = f"<details><summary>The author's prediction</summary>{author}</details>"
+    fold = f"<details><summary>The author&#x27;s prediction</summary>{author}</details>"
     answers = questions.current()
     if entry := answers.entry(name):
         page += f"<div>You: <b>{escape(_shown(entry['value'], unit, prediction.choices))}</b></div>"

@@ -26,11 +26,11 @@ def memory(measured: Bill, predicted: Bill, elements: int) -> Figure:
     ) as (figure, axes):
         for stage, panel in zip(stages, axes, strict=True):
             for place, ranks in enumerate(sizes):
-                foreseen, found = (
+                foreseen, counted = (
                     {kind: of[stage, ranks][kind] / elements for kind in KINDS} for of in (predicted, measured)
                 )
                 stack(panel, place - 0.2, foreseen, COLOURS, size=0.36, predicted=True)
-                total = stack(panel, place + 0.2, found, COLOURS, size=0.36)
+                total = stack(panel, place + 0.2, counted, COLOURS, size=0.36)
                 label_above(panel, place, total, f"{total:.3g}", fontsize=9)
             panel.set_title("plain" if stage == 0 else f"stage {stage}", fontsize=10)
             panel.set_xticks(range(len(sizes)), [str(n) for n in sizes])
