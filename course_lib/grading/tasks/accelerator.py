@@ -4,8 +4,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,20 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.grading.recorder import Others
-from course_lib.grading.rules import NAMES, Seen, events, items, near, result, short
-from course_lib.grading.task import Case, Miss, Property, Task, plain
-from course_lib.grading.tasks.drawing import WORLDS, entry, numbers
-from course_lib.grading.tasks.models import BareOptimizer, chain, odd_case, trained
+from course_lib.grading.rules import NAMES, Seen, items, short
+from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
+from course_lib.grading.tasks.drawing import LAST, each_world, entry, numbers
+from course_lib.grading.tasks.models import (
+    BareOptimizer,
+    all_gradients,
+    all_weights,
+    chain,
+    give_mean_gradients,
+    odd_case,
+    trained,
+)
 
-LESSON = "03_accelerate"
 MAX_NORM = 0.25
 EPOCHS = 2
 
@@ -69,23 +76,11 @@ def accelerator_case(rng: random.Random, world: int, batches: int = 0) -> dict:
     }
 
 
-def draw_accelerators(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
-    """Each number of ranks; and on the last a single batch for all of them."""
-    return [
-        *(Case(world, accelerator_case(rng, world)) for world in worlds),
-        Case(worlds[-1], accelerator_case(rng, worlds[-1], batches=1)),
-    ]
-
-
 def model_of(case: Case, rank: int, scale: float = 1.0) -> nn.Module:
     model = chain({**case.inputs, "weights": [scale * weight for weight in case.inputs["weights"][rank]]})
     with torch.no_grad():
         model.get_parameter("unused").mul_(1 + rank)
     return model
-
-
-def weights_of(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -98,7 +93,7 @@ class Loop:
 
     def __init__(self, function: Callable[..., Any], case: Case, rank: int, record: Others):
         self.function, self.case, self.rank, self.record = function, case, rank, record
-        self.given = [torch.from_numpy(batch.copy()) for batch in case.inputs["batches"]]
+        self.given = [kit.tensor(batch) for batch in case.inputs["batches"]]
         self.batches: list[np.ndarray] = []
         self.weights: list[np.ndarray] = []
         self.norms: list[float] = []
@@ -125,7 +120,7 @@ class Loop:
                 optimizer.zero_grad()
             self.norms.append(float(norm))
             self.batches.append(plain(batch))
-            self.weights.append(plain(weights_of(model)))
+            self.weights.append(plain(all_weights(model.parameters())))
 
 
 def observe_accelerator(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -137,7 +132,7 @@ def observe_accelerator(function: Callable[..., Any], case: Case, rank: int) -> 
         with Others(case.world_size, rank) as record:
             seen = Loop(function, case, rank, record)
             made = seen.begin(1.0)
-            start = plain(weights_of(made[1]))
+            start = plain(all_weights(made[1].parameters()))
             torch.manual_seed(case.inputs["seed"] + rank)
             seen.train(*made)
             record.stage = "save"
@@ -194,103 +189,81 @@ def by_one(case: Case) -> dict[str, np.ndarray]:
                 (loss_of(model, batches[number], generator) / case.inputs["every"]).backward()
             norms.append(0.0)
             if is_synced:
-                for copies in zip(*map(trained, models), strict=True):
-                    mean = torch.stack([copy.grad for copy in copies if copy.grad is not None]).mean(0)
-                    for copy in copies:
-                        copy.grad = mean.clone()
-                norms[-1] = float(
-                    torch.cat([p.grad.reshape(-1) for p in trained(models[0]) if p.grad is not None]).norm()
-                )
+                give_mean_gradients(models)
+                norms[-1] = float(all_gradients(trained(models[0])).norm())
                 for model, optimizer in zip(models, optimizers, strict=True):
                     for parameter in trained(model):
                         assert parameter.grad is not None
                         parameter.grad *= min(1.0, MAX_NORM / (norms[-1] + 1e-6))
                     optimizer.step()
                     optimizer.zero_grad()
-            made.append(weights_of(models[0]).numpy().copy())
-    return {"weights": np.stack(made), "norms": np.asarray(norms)}
+            made.append(all_weights(models[0].parameters()).numpy())
+    return {
+        "start": all_weights(model_of(case, 0).parameters()).numpy(),
+        "weights": np.stack(made),
+        "norms": np.asarray(norms),
+        "resumed": np.stack(made[len(synced(case)) :]),
+    }
 
 
-def on_all(key: str, last_epoch: bool = False) -> Callable[[Case], list[np.ndarray]]:
-    return lambda case: [by_one(case)[key][len(synced(case)) * last_epoch :]] * case.world_size
-
-
-def batches_are(case: Case, seen: Seen) -> Miss | None:
-    for rank, numbers_ in enumerate(dealt(case)):
-        mine = items(seen, rank, "batches", np.ndarray)
-        right = [case.inputs["batches"][number] for number in numbers_] * EPOCHS
-        if len(mine) != len(right):
-            return Miss(
-                f"{len(numbers_)} batches in each of {EPOCHS} epochs, as on each rank", f"{len(mine)} in all", rank
-            )
-        for number, batch, due in zip(count(), mine, right, strict=False):
-            if batch.shape != due.shape or not np.array_equal(batch, due):
-                return Miss(
-                    f"batch {numbers_[number % len(numbers_)]} of {len(case.inputs['batches'])} as this rank's "
-                    f"number {number % len(numbers_)}",
-                    "another",
-                    rank,
-                )
+@kit.each_rank
+def batches_are(case: Case, seen: Seen, rank: int) -> Miss | None:
+    numbers_, batches = dealt(case)[rank], case.inputs["batches"]
+    mine, right = items(seen, rank, "batches", np.ndarray), [batches[number] for number in numbers_] * EPOCHS
+    if len(mine) != len(right):
+        return Miss(f"{len(numbers_)} batches in each of {EPOCHS} epochs, as on each rank", f"{len(mine)} in all")
+    for place, (batch, due) in enumerate(zip(mine, right, strict=True)):
+        if not np.array_equal(batch, due):
+            at = place % len(numbers_)
+            return Miss(f"batch {numbers_[at]} of {len(batches)} as this rank's number {at}", "another")
     return None
 
 
-def only_where_synced(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def only_where_synced(case: Case, seen: Seen, rank: int) -> Miss | None:
     """Gradients are sent in the last backward of each window, once each, and in no other."""
-    model = model_of(case, 0)
+    model, due = model_of(case, 0), synced(case) * EPOCHS
     least, most = 4 * sum(p.numel() for p in trained(model)), 4 * sum(p.numel() for p in model.parameters())
-    for rank in range(case.world_size):
-        happened = events(seen, rank)
-        happened = happened[happened.index("batch") :] if "batch" in happened else []
-        batches = " ; ".join(happened).split("batch ; ")[1:]
-        if len(batches) != EPOCHS * len(synced(case)):
-            return Miss(f"{EPOCHS * len(synced(case))} batches", f"{len(batches)}", rank)
-        for number, (text, is_synced) in enumerate(zip(batches, synced(case) * EPOCHS, strict=True), 1):
-            made = [event for event in text.partition("end")[0].split(" ; ") if event.split(" ")[0] in NAMES]
-            late = [event for event in text.partition("end")[2].split(" ; ") if event.split(" ")[0] == "all_reduce"]
-            carried = sum(int(event.split()[1]) for event in made)
-            fits = least <= carried <= most if is_synced else not made
-            if late or not (fits or (case.world_size == 1 and not made)):
-                due = f"{least} bytes of gradients" if is_synced else "nothing"
-                return Miss(
-                    f"{due} sent in the backward of batch {number}, with {case.inputs['every']} to a step",
-                    short(", ".join(made + late) or "nothing"),
-                    rank,
-                )
+    batches = kit.by_step(seen, rank, "batch")
+    if len(batches) != len(due):
+        return Miss(f"{len(due)} batches", f"{len(batches)}")
+    for number, (happened, is_synced) in enumerate(zip(batches, due, strict=True), 1):
+        end = happened.index("end") if "end" in happened else len(happened)
+        made = [event for event in happened[:end] if event.split()[0] in NAMES]
+        late = [event for event in happened[end:] if event.split()[0] == "all_reduce"]
+        fits = least <= kit.carried(made) <= most if is_synced else not made
+        if late or not (fits or (case.world_size == 1 and not made)):
+            return Miss(
+                f"{f'{least} bytes of gradients' if is_synced else 'nothing'} sent in the backward of batch {number}, "
+                f"with {case.inputs['every']} to a step",
+                kit.listed(made + late, "nothing"),
+            )
     return None
 
 
-def all_is_there(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        if missing := items(seen, rank, "missing", str):
-            return Miss("all files in the folder when save_state has returned", f"not yet: {short(missing)}", rank)
-    return None
+@kit.each_rank
+def all_is_there(case: Case, seen: Seen, rank: int) -> Miss | None:
+    missing = items(seen, rank, "missing", str)
+    return kit.unless(not missing, "all files in the folder when save_state has returned", f"not yet: {short(missing)}")
 
 
-def start_is(case: Case, seen: Seen) -> Miss | None:
-    return near(seen, "start", [weights_of(model_of(case, 0)).numpy()] * case.world_size)
+def as_by_one(key: str, first_step: int | None = None) -> Rule:
+    return kit.equals(key, by_one, of=key, on_all=True, first_step=first_step)
 
 
 ACCELERATOR = Task(
-    name="accelerate.module",
-    lesson=LESSON,
-    function="MiniAccelerator",
-    title="Build it: a small Accelerator",
-    difficulty=5,
-    importance=5,
-    minutes=60,
-    draw=draw_accelerators,
+    **kit.about("accelerate.module"),
+    draw=each_world(accelerator_case, (LAST, 1)),
     observe=observe_accelerator,
     own={"weights": entry},
     essential=("weights", "collectives", "resumed"),
     properties={
-        "same start": Property(1, start_is),
+        "same start": Property(1, as_by_one("start")),
         "batches": Property(2, batches_are),
-        "weights": Property(3, result("weights", on_all("weights"), first_step=0)),
+        "weights": Property(3, as_by_one("weights", first_step=0)),
         "collectives": Property(2, only_where_synced),
-        "norms": Property(1, result("norms", on_all("norms"), first_step=0)),
-        "resumed": Property(3, result("resumed", on_all("weights", True))),
+        "norms": Property(1, as_by_one("norms", first_step=0)),
+        "resumed": Property(3, as_by_one("resumed")),
         "all is there": Property(1, all_is_there),
     },
 )
-
-ALL = (ACCELERATOR,)

@@ -1,20 +1,20 @@
 """Lesson 08, to build: a transformer block whose attention heads and MLP columns lie on several ranks."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import NAMES, Seen, events, near, result, short
-from course_lib.grading.task import Case, Miss, Property, Task, plain
-from course_lib.grading.tasks.drawing import WORLDS, along, numbers
+from course_lib.grading.rules import NAMES, Seen, events, near
+from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
+from course_lib.grading.tasks.drawing import along, each_world, numbers
+from course_lib.grading.tasks.models import descend
 
-LESSON = "08_tensor_and_hybrid"
 STEPS = 2
 RATE = 0.125
 BY_ROWS, BY_COLUMNS, WHOLE = ("query", "key", "value", "up"), ("output", "down"), ("norm1", "norm2")
@@ -46,10 +46,6 @@ def block_case(rng: random.Random, world: int) -> dict:
     }
 
 
-def draw_blocks(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
-    return [Case(world, block_case(rng, world)) for world in worlds]
-
-
 class WholeBlock(nn.Module):
     """The block on one process."""
 
@@ -57,7 +53,7 @@ class WholeBlock(nn.Module):
         super().__init__()
         self.heads = case.inputs["heads"]
         for name in NAMES_OF:
-            self.register_parameter(name, nn.Parameter(torch.from_numpy(case.inputs[name].copy())))
+            self.register_parameter(name, nn.Parameter(kit.tensor(case.inputs[name])))
 
     def forward(self, x: Tensor) -> Tensor:
         of = dict(self.named_parameters())
@@ -78,95 +74,67 @@ def piece(name: str, whole: np.ndarray, rank: int, world: int) -> np.ndarray:
 
 
 def observe_block(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    given = {name: torch.from_numpy(piece(name, case.inputs[name], rank, case.world_size).copy()) for name in NAMES_OF}
+    given = {name: kit.tensor(piece(name, case.inputs[name], rank, case.world_size)) for name in NAMES_OF}
     block = function(given, case.inputs["heads"])
-    parameters = dict(block.named_parameters())
-    outputs, of_x, gradients = [], [], []
     with Recorder() as record:
-        for rows in case.inputs["x"]:
-            block.zero_grad()
-            x = torch.from_numpy(rows.copy()).requires_grad_()
-            record.note("forward")
-            output = block(x)
-            record.note("backward")
-            output.square().mean().backward()
-            outputs.append(output.detach())
-            of_x.append(plain(x.grad))
-            gradients.append({name: plain(parameters[name].grad) for name in NAMES_OF})
-            with torch.no_grad():
-                for parameter in parameters.values():
-                    if parameter.grad is not None:
-                        parameter.sub_(RATE * parameter.grad)
-    return {
-        "output": plain(torch.stack(outputs)),
-        "x": np.stack(of_x),
-        **{f"of {name}": np.stack([step[name] for step in gradients]) for name in NAMES_OF},
-        "events": record.events,
-    }
+        return kit.noted(record, **trained(block, case, record.note))
 
 
-def by_one(case: Case) -> dict[str, np.ndarray]:
-    block = WholeBlock(case)
-    made: dict[str, list[np.ndarray]] = {name: [] for name in ("all of it", "x", *NAMES_OF)}
+def trained(block: nn.Module, case: Case, note: Callable[[str], None]) -> dict[str, np.ndarray]:
+    """By name what each step brings: the output, and the gradients of x and of the weights."""
+    parameters = dict(block.named_parameters())
+    made: dict[str, list[np.ndarray]] = {name: [] for name in ("output", "x", *map("of {}".format, NAMES_OF))}
     for rows in case.inputs["x"]:
         block.zero_grad()
-        x = torch.from_numpy(rows.copy()).requires_grad_()
+        x = kit.tensor(rows).requires_grad_()
+        note("forward")
         output = block(x)
+        note("backward")
         output.square().mean().backward()
-        made["all of it"].append(output.detach().numpy())
+        made["output"].append(plain(output))
         made["x"].append(plain(x.grad))
-        for name, parameter in block.named_parameters():
-            made[name].append(plain(parameter.grad))
-            with torch.no_grad():
-                parameter.sub_(RATE * torch.from_numpy(made[name][-1]))
+        for name in NAMES_OF:
+            made[f"of {name}"].append(plain(parameters[name].grad))
+        descend(parameters.values(), RATE)
     return {name: np.stack(steps) for name, steps in made.items()}
 
 
-def on_all(key: str) -> Callable[[Case], list[np.ndarray]]:
-    return lambda case: [by_one(case)[key]] * case.world_size
+def by_one(case: Case) -> dict[str, np.ndarray]:
+    return trained(WholeBlock(case), case, lambda event: None)
 
 
-def gradients_are(names: Sequence[str]) -> Callable[[Case, Seen], Miss | None]:
+def gradients_are(*names: str) -> Rule:
     def rule(case: Case, seen: Seen) -> Miss | None:
         right, world = by_one(case), case.world_size
         misses = []
         for name in names:
-            pieces = [np.stack([piece(name, step, rank, world) for step in right[name]]) for rank in range(world)]
+            steps = right[f"of {name}"]
+            pieces = [np.stack([piece(name, step, rank, world) for step in steps]) for rank in range(world)]
             misses.append(near(seen, f"of {name}", pieces, first_step=0))
         return min((miss for miss in misses if miss), key=lambda miss: miss.step or 0, default=None)
 
     return rule
 
 
-def two_each_way(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def two_each_way(case: Case, seen: Seen, rank: int) -> Miss | None:
     reduce = f"all_reduce {case.inputs['x'][0].nbytes}"
     right = ["forward", reduce, reduce, "backward", reduce, reduce] * STEPS
-    for rank in range(case.world_size):
-        made = [event for event in events(seen, rank) if event.split()[0] in (*NAMES, "forward", "backward")]
-        if made != right:
-            return Miss(f"in each step {', '.join(right[:6])}", short(", ".join(made)), rank)
-    return None
+    made = [event for event in events(seen, rank) if event.split()[0] in (*NAMES, "forward", "backward")]
+    return kit.unless(made == right, f"in each step {', '.join(right[:6])}", kit.listed(made, ""))
 
 
 BLOCK = Task(
-    name="tensor.block",
-    lesson=LESSON,
-    function="ParallelBlock",
-    title="Build it: a tensor-parallel block",
-    difficulty=5,
-    importance=5,
-    minutes=60,
-    draw=draw_blocks,
+    **kit.about("tensor.block"),
+    draw=each_world(block_case),
     observe=observe_block,
     own={**{name: along(0) for name in BY_ROWS}, **{name: along(1) for name in BY_COLUMNS}},
     essential=("output", "gradients of the pieces"),
     properties={
-        "output": Property(2, result("output", on_all("all of it"), first_step=0)),
-        "gradient of x": Property(2, result("x", on_all("x"), first_step=0)),
-        "gradients of the pieces": Property(2, gradients_are((*BY_ROWS, *BY_COLUMNS))),
-        "gradients of the norms": Property(2, gradients_are(WHOLE)),
+        "output": Property(2, kit.equals("output", by_one, of="output", on_all=True, first_step=0)),
+        "gradient of x": Property(2, kit.equals("x", by_one, of="x", on_all=True, first_step=0)),
+        "gradients of the pieces": Property(2, gradients_are(*BY_ROWS, *BY_COLUMNS)),
+        "gradients of the norms": Property(2, gradients_are(*WHOLE)),
         "two all-reduces each way": Property(3, two_each_way),
     },
 )
-
-ALL = (BLOCK,)

@@ -1,7 +1,7 @@
 """Lesson 17, to build: a cross-entropy that holds a chunk's logits alone, its mean over all ranks' targets."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional as F
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, array, events, items, near, short
+from course_lib.grading.rules import Seen, array, events, items, short
 from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.drawing import WORLDS, entry, numbers, whole
-from course_lib.grading.tasks.roofline import LESSON
+from course_lib.grading.tasks import kit
+from course_lib.grading.tasks.drawing import each_world, entry, numbers, whole
 from course_lib.grading.work import Work
 
 USUAL, LARGE, NONE, SHORT = "usual", "large logits", "no targets", "one chunk"
@@ -52,55 +52,42 @@ def loss_case(rng: random.Random, world: int, kind: str) -> dict:
     }
 
 
-def draw_losses(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
-    """Each number of ranks; logits whose exponentials overflow; a single chunk; no target on a rank, or on any."""
-    kinds = [*((world, USUAL) for world in worlds), (2, LARGE), (1, SHORT), (2, NONE), (3, NONE)]
-    return [Case(world, loss_case(rng, world, kind)) for world, kind in kinds]
+draw_losses = each_world(loss_case, (2, LARGE), (1, SHORT), (2, NONE), (3, NONE), usual=(USUAL,))
+"""Each number of ranks; logits whose exponentials overflow; a single chunk; no target on a rank, or on any."""
 
 
 def observe_loss(function: Callable[..., Any], case: Case, rank: int) -> dict:
     weight = case.inputs["weight"]
     module = function(*weight.shape, case.inputs["chunk"])
     parameters = [f"{name} {list(parameter.shape)}" for name, parameter in module.named_parameters()]
-    module.weight.data.copy_(torch.from_numpy(weight.copy()))
-    losses, of_states, peaks, held, largest, flops = [], [], [], [], [], []
+    module.weight.data.copy_(kit.tensor(weight))
+    steps: dict[str, list] = {name: [] for name in ("loss", "of_states", "peaks", "held", "largest", "flops")}
     with Recorder() as record:
         for rows, targets, factor in zip(
             case.inputs["states"][rank], case.inputs["targets"][rank], FACTORS, strict=True
         ):
-            states = torch.from_numpy(rows.copy()).requires_grad_()
+            states = kit.tensor(rows).requires_grad_()
             with Work() as work:
-                loss = module(states, torch.from_numpy(targets.copy()))
-                losses.append(float(loss.detach()))
+                loss = module(states, kit.tensor(targets))
                 record.note("backward")
-                held.append(work.held)
+                held = work.held
                 (loss * factor).backward()
                 record.note("forward")
-            of_states.append(plain(states.grad))
-            peaks.append(work.peak)
-            largest.append(work.largest)
-            flops.append(work.flops)
-    return {
-        "parameters": parameters,
-        "loss": np.array(losses),
-        "of_states": np.stack(of_states),
-        "of_weight": plain(module.weight.grad),
-        "events": record.events,
-        "peaks": np.array(peaks),
-        "held": np.array(held),
-        "largest": np.array(largest),
-        "flops": np.array(flops),
+            of_step = (float(loss.detach()), plain(states.grad), work.peak, held, work.largest, work.flops)
+            for values, value in zip(steps.values(), of_step, strict=True):
+                values.append(value)
+    return kit.noted(record, parameters=parameters, of_weight=module.weight.grad) | {
+        name: np.array(values) for name, values in steps.items()
     }
 
 
 def by_whole_logits(case: Case) -> dict[str, list[np.ndarray]]:
     """In float64, by rank: its share of each step's mean, and the gradients of its shares."""
     right: dict[str, list[np.ndarray]] = {"loss": [], "of_states": [], "of_weight": []}
-    targets = [torch.from_numpy(of_rank.copy()) for of_rank in case.inputs["targets"]]
+    targets = [kit.tensor(of_rank) for of_rank in case.inputs["targets"]]
     counts = [max(1, sum(int((of_rank[step] != IGNORED).sum()) for of_rank in targets)) for step in range(len(FACTORS))]
     for rows, wanted in zip(case.inputs["states"], targets, strict=True):
-        weight = torch.from_numpy(case.inputs["weight"].copy()).double().requires_grad_()
-        states = torch.from_numpy(rows.copy()).double().requires_grad_()
+        weight, states = (kit.tensor(values).double().requires_grad_() for values in (case.inputs["weight"], rows))
         losses = [
             F.cross_entropy(states[step] @ weight.T, wanted[step], ignore_index=IGNORED, reduction="sum") / count
             for step, count in enumerate(counts)
@@ -115,25 +102,11 @@ def by_whole_logits(case: Case) -> dict[str, list[np.ndarray]]:
 
 def exact(key: str, *kinds: str) -> Rule:
     """A rule: each rank's numbers, in cases of some kinds."""
-
-    def rule(case: Case, seen: Seen) -> Miss | None:
-        right = by_whole_logits(case)[key]
-        array(seen, 0, key, right[0].shape)
-        return near(seen, key, right) if case.inputs["kind"] in kinds else None
-
-    return rule
+    return kit.equals(key, by_whole_logits, *kinds, of=key)
 
 
-def without_targets(case: Case, seen: Seen) -> Miss | None:
-    right = by_whole_logits(case)
-    for key, values in right.items():
-        array(seen, 0, key, values[0].shape)
-        if case.inputs["kind"] == NONE and (miss := near(seen, key, values)):
-            return miss
-    return None
-
-
-def a_chunk_alone(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def a_chunk_alone(case: Case, seen: Seen, rank: int) -> Miss | None:
     """Bytes at any time: a few chunks of logits, and some tensors like the two gradients; of them one after forward."""
     (vocabulary, width), tokens = case.inputs["weight"].shape, case.inputs["states"][0].shape[1]
     chunk = min(case.inputs["chunk"], tokens)
@@ -145,57 +118,40 @@ def a_chunk_alone(case: Case, seen: Seen) -> Miss | None:
         "held": (4 * (2 * both + tokens), "bytes after the forward"),
         "largest": (max(chunk * vocabulary, vocabulary * width, tokens * width), "elements in one tensor"),
     }
-    for rank in range(case.world_size):
-        for key, (most, unit) in limits.items():
-            for step, actual in enumerate(array(seen, rank, key, (len(FACTORS),))):
-                if not 0 < actual <= most:
-                    return Miss(
-                        f"{most} {unit} at most",
-                        f"{actual:g}",
-                        rank,
-                        step=step,
-                        note=f"all logits are {tokens * vocabulary} numbers, a chunk's {chunk * vocabulary}",
-                    )
+    note = f"all logits are {tokens * vocabulary} numbers, a chunk's {chunk * vocabulary}"
+    for key, (most, unit) in limits.items():
+        for step, actual in enumerate(array(seen, rank, key, (len(FACTORS),))):
+            if not 0 < actual <= most:
+                return Miss(f"{most} {unit} at most", f"{actual:g}", step=step, note=note)
     return None
 
 
-def three_products(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def three_products(case: Case, seen: Seen, rank: int) -> Miss | None:
     """The head's product and the two of its gradients, each once."""
     (vocabulary, width), tokens = case.inputs["weight"].shape, case.inputs["states"][0].shape[1]
     most = 6 * tokens * vocabulary * width
-    for rank in range(case.world_size):
-        for step, actual in enumerate(array(seen, rank, "flops", (len(FACTORS),))):
-            needed = int((case.inputs["targets"][rank][step] != IGNORED).sum()) * most // tokens
-            if not needed <= actual <= most:
-                return Miss(
-                    f"{most} FLOPs in matrix products at most",
-                    f"{actual:g}, {actual / most:.2f} of that",
-                    rank,
-                    step=step,
-                )
+    for step, actual in enumerate(array(seen, rank, "flops", (len(FACTORS),))):
+        needed = int((case.inputs["targets"][rank][step] != IGNORED).sum()) * most // tokens
+        if not needed <= actual <= most:
+            found = f"{actual:g}, {actual / most:.2f} of that"
+            return Miss(f"{most} FLOPs in matrix products at most", found, step=step)
     return None
 
 
-def one_count(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def one_count(case: Case, seen: Seen, rank: int) -> Miss | None:
     """One all-reduce of a number in each forward, nothing in a backward."""
-    for rank in range(case.world_size):
-        happened = [event for event in events(seen, rank) if event != "wait"]
-        right = [["all_reduce 8", "backward", "forward"], ["all_reduce 4", "backward", "forward"]]
-        steps = [happened[at : at + 3] for at in range(0, len(happened), 3)]
-        if len(steps) != len(FACTORS) or any(step not in right for step in steps):
-            return Miss("one all-reduce of a number in each forward", short(", ".join(happened)), rank)
-    array(seen, 0, "loss", (len(FACTORS),))
-    return None
+    array(seen, rank, "loss", (len(FACTORS),))
+    happened = [event for event in events(seen, rank) if event != "wait"]
+    right = [["all_reduce 8", "backward", "forward"], ["all_reduce 4", "backward", "forward"]]
+    steps = [happened[at : at + 3] for at in range(0, len(happened), 3)]
+    fits = len(steps) == len(FACTORS) and all(step in right for step in steps)
+    return kit.unless(fits, "one all-reduce of a number in each forward", kit.listed(happened, ""))
 
 
 CHUNKED = Task(
-    name="loss.chunked",
-    lesson=LESSON,
-    function="ChunkedCrossEntropy",
-    title="Build it: a loss that never holds its logits",
-    difficulty=4,
-    importance=5,
-    minutes=50,
+    **kit.about("loss.chunked"),
     draw=draw_losses,
     observe=observe_loss,
     own={"states": entry, "targets": entry},
@@ -204,11 +160,9 @@ CHUNKED = Task(
         "loss": Property(2, exact("loss", USUAL, LARGE, SHORT)),
         "gradient of states": Property(1, exact("of_states", USUAL, LARGE, SHORT)),
         "gradient of the weight": Property(2, exact("of_weight", USUAL, LARGE, SHORT)),
-        "no targets": Property(1, without_targets),
+        "no targets": Property(1, kit.all_of(*(exact(key, NONE) for key in ("loss", "of_states", "of_weight")))),
         "a chunk alone": Property(3, a_chunk_alone),
         "three products": Property(2, three_products),
         "one count": Property(1, one_count),
     },
 )
-
-ALL = (CHUNKED,)

@@ -8,11 +8,9 @@ from typing import Any
 
 from course_lib.grading.rules import Seen, kind, number, raised, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import in_turn
 from course_lib.grading.tasks.planning import exactly, refused
-
-LESSON = "12_sagemaker"
-
 
 # --- cloud.request ---
 
@@ -67,10 +65,15 @@ def observe_request(function: Callable[..., Any], case: Case, rank: int) -> dict
     return {"request": made, "read": read}
 
 
-def request_of(seen: Seen) -> dict[str, Any]:
-    value = seen[0].get("request")
+def mapping(seen: Seen, key: str, what: str) -> dict[str, Any]:
+    """What an answer returned as a dict.
+
+    Raises:
+        Malformed: something else.
+    """
+    value = seen[0].get(key)
     if not isinstance(value, dict):
-        raise Malformed(Miss("a request, a dict", kind(value)))
+        raise Malformed(Miss(what, kind(value)))
     return value
 
 
@@ -78,7 +81,7 @@ def fields_are(due: Callable[[dict], dict[str, Any]]) -> Rule:
     """A rule: the request has these parts, each just so; of one that is due as None there is nothing."""
 
     def rule(case: Case, seen: Seen) -> Miss | None:
-        request = request_of(seen)
+        request = mapping(seen, "request", "a request, a dict")
         for name, right in due(case.inputs["job"]).items():
             mine = request.get(name)
             if repr(_sorted(mine)) != repr(_sorted(right)):
@@ -123,28 +126,18 @@ def checkpoints_due(job: dict) -> dict[str, Any]:
 
 
 def metrics_are_read(case: Case, seen: Seen) -> Miss | None:
-    read = seen[0].get("read")
-    if not isinstance(read, dict):
-        raise Malformed(Miss("metric definitions", kind(read)))
+    read = mapping(seen, "read", "metric definitions")
     printed = dict(part.split("=") for part in case.inputs["line"].split()[1:])
     for name, field in case.inputs["job"]["metrics"].items():
-        right, actual = printed[field], read.get(name)
-        if actual != right:
-            return Miss(f"{name} {right} from `{case.inputs['line']}`", short(actual))
+        if read.get(name) != printed[field]:
+            return Miss(f"{name} {printed[field]} from `{case.inputs['line']}`", short(read.get(name)))
     return None
 
 
 REQUEST = Task(
-    name="cloud.request",
-    lesson=LESSON,
-    function="training_request",
-    title="The request, by hand",
-    difficulty=2,
-    importance=4,
-    minutes=30,
+    **kit.about("cloud.request"),
     draw=in_turn(request_case),
     observe=observe_request,
-    needs_ranks=False,
     properties={
         "hyperparameters": Property(1, fields_are(options_due)),
         "machines": Property(2, fields_are(machines_due)),
@@ -203,9 +196,8 @@ def cost_is(key: str, *, spot: bool) -> Rule:
         if said := raised(seen):
             raise Malformed(Miss("a cost", short(said)))
         amount, right = number(seen, 0, key), cost(case.inputs)[key]
-        if bool(case.inputs["discount"]) is spot and not exactly(amount, right):
-            return Miss(f"{key} {right:.6g}", f"{amount:.6g} for {case.inputs}")
-        return None
+        fits = bool(case.inputs["discount"]) is not spot or exactly(amount, right)
+        return kit.unless(fits, f"{key} {right:.6g}", f"{amount:.6g} for {case.inputs}")
 
     return rule
 
@@ -218,20 +210,13 @@ def refuses_both(case: Case, seen: Seen) -> Miss | None:
     if not is_both(case):
         number(seen, 0, "expected")
         return None
-    return None if seen[0].get("refusal") else Miss("a ValueError: no warm pool on spot capacity", "a cost")
+    return kit.unless(seen[0].get("refusal"), "a ValueError: no warm pool on spot capacity", "a cost")
 
 
 COST = Task(
-    name="cloud.cost",
-    lesson=LESSON,
-    function="cost_of",
-    title="The bill, before it comes",
-    difficulty=1,
-    importance=4,
-    minutes=15,
+    **kit.about("cloud.cost"),
     draw=in_turn(cost_case, 8),
     observe=observe_cost,
-    needs_ranks=False,
     properties={
         "on demand": Property(1, cost_is("expected", spot=False)),
         "spot": Property(2, cost_is("expected", spot=True)),
@@ -239,5 +224,3 @@ COST = Task(
         "refuses": Property(1, refuses_both),
     },
 )
-
-ALL = (REQUEST, COST)

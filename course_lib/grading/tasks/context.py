@@ -9,11 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, array, events, items, made_by, near, number, result, short
-from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
+from course_lib.grading.rules import Seen, array, events, items, number, short
+from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import alone, along, each_world, in_turn, numbers, whole
 
-LESSON = "14_long_contexts"
 USUAL, LARGE, BLIND = "usual", "large", "blind"
 
 
@@ -38,15 +38,12 @@ def merge_case(rng: random.Random, place: int) -> dict:
 
 
 def observe_merge(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    blocks = [
-        (torch.from_numpy(output.copy()), torch.from_numpy(sums.copy()))
-        for output, sums in zip(case.inputs["outputs"], case.inputs["log_sums"], strict=True)
-    ]
-    output, log_sum = function(blocks)
+    pairs = zip(case.inputs["outputs"], case.inputs["log_sums"], strict=True)
+    output, log_sum = function([(kit.tensor(output), kit.tensor(sums)) for output, sums in pairs])
     return {"output": plain(output), "log_sum": plain(log_sum)}
 
 
-def merged(case: Case) -> tuple[np.ndarray, np.ndarray]:
+def merged(case: Case) -> dict[str, np.ndarray]:
     """In float64, by shares of the sum of exponentials."""
     sums = np.stack([one.astype(np.float64) for one in case.inputs["log_sums"]])
     most = np.where(np.isneginf(sums.max(0)), 0.0, sums.max(0))
@@ -57,20 +54,11 @@ def merged(case: Case) -> tuple[np.ndarray, np.ndarray]:
         for share, one in zip(worth, case.inputs["outputs"], strict=True)
     )
     with np.errstate(divide="ignore"):
-        return np.asarray(output), np.log(total) + most
-
-
-def merged_output(kind: str) -> Rule:
-    def rule(case: Case, seen: Seen) -> Miss | None:
-        right = [merged(case)[0]]
-        array(seen, 0, "output", right[0].shape)
-        return near(seen, "output", right) if case.inputs["kind"] == kind else None
-
-    return rule
+        return {"output": np.asarray(output), "log_sum": np.log(total) + most}
 
 
 def merged_log_sum(case: Case, seen: Seen) -> Miss | None:
-    right = merged(case)[1]
+    right = merged(case)["log_sum"]
     actual = array(seen, 0, "log_sum", right.shape)
     for query, (one, other) in enumerate(zip(right, actual, strict=True)):
         if one != other and not (np.isfinite(one) and abs(one - other) <= 1e-4 * max(1.0, abs(one))):
@@ -79,22 +67,15 @@ def merged_log_sum(case: Case, seen: Seen) -> Miss | None:
 
 
 MERGE = Task(
-    name="context.merge",
-    lesson=LESSON,
-    function="merge_blocks",
-    title="One attention out of several",
-    difficulty=2,
-    importance=5,
-    minutes=20,
+    **kit.about("context.merge"),
     draw=in_turn(merge_case, 6),
     observe=observe_merge,
-    needs_ranks=False,
     essential=("output", "large scores"),
     properties={
-        "output": Property(2, merged_output(USUAL)),
+        "output": Property(2, kit.equals("output", merged, USUAL, of="output", on_all=True)),
         "log of the sum": Property(1, merged_log_sum),
-        "large scores": Property(2, merged_output(LARGE)),
-        "queries that see nothing": Property(1, merged_output(BLIND)),
+        "large scores": Property(2, kit.equals("output", merged, LARGE, of="output", on_all=True)),
+        "queries that see nothing": Property(1, kit.equals("output", merged, BLIND, of="output", on_all=True)),
     },
 )
 
@@ -141,26 +122,19 @@ def put_in_order(case: Case, seen: Seen) -> Miss | None:
     held = [token for part in dealt(case) for token in part]
     right = [held.index(token) for token in range(len(held))]
     actual = integers(seen[0].get("order"))
-    return None if actual == right else Miss(f"order {short(right)}", short(actual))
+    return kit.unless(actual == right, f"order {short(right)}", short(actual))
 
 
 def counted_pairs(case: Case, seen: Seen) -> Miss | None:
     right = [sum(token + 1 for token in part) for part in dealt(case)]
     actual = integers(seen[0].get("pairs"))
-    return None if actual == right else Miss(f"pairs {right}", short(actual))
+    return kit.unless(actual == right, f"pairs {right}", short(actual))
 
 
 ZIGZAG = Task(
-    name="context.zigzag",
-    lesson=LESSON,
-    function="zigzag",
-    title="Deal so that all work alike",
-    difficulty=1,
-    importance=4,
-    minutes=15,
+    **kit.about("context.zigzag"),
     draw=alone(zigzag_case),
     observe=observe_zigzag,
-    needs_ranks=False,
     essential=("positions",),
     properties={
         "positions": Property(2, dealt_right),
@@ -186,63 +160,50 @@ def loss_case(rng: random.Random, world: int) -> dict:
 
 
 def observe_loss(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    logits, labels = (np.split(case.inputs[name], case.world_size)[rank].copy() for name in ("logits", "labels"))
-    leaf = torch.from_numpy(logits).requires_grad_()
+    logits, labels = (kit.part(case, name, rank) for name in ("logits", "labels"))
+    logits.requires_grad_()
     with Recorder() as record:
-        share = function(leaf, torch.from_numpy(labels))
+        share = function(logits, labels)
     share.backward()
-    return {"share": plain(share), "gradient": plain(leaf.grad), "events": record.events}
+    return kit.noted(record, share=share, gradient=logits.grad)
 
 
-def by_whole_sequence(case: Case) -> tuple[list[float], list[np.ndarray]]:
+def by_whole_sequence(case: Case) -> dict[str, list[Any]]:
     """Each rank's share of the mean loss, and the gradient of its logits."""
-    logits = torch.from_numpy(case.inputs["logits"].copy()).double().requires_grad_()
+    logits = kit.tensor(case.inputs["logits"]).double().requires_grad_()
     targets = torch.full((len(logits),), IGNORED)
-    targets[:-1] = torch.from_numpy(case.inputs["labels"].copy())[1:]
+    targets[:-1] = kit.tensor(case.inputs["labels"])[1:]
     losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none") / (targets >= 0).sum()
     (gradient,) = torch.autograd.grad(losses.sum(), logits)
-    return (
-        [float(part.sum().detach()) for part in losses.chunk(case.world_size)],
-        np.split(gradient.numpy(), case.world_size),
-    )
+    return {
+        "share": [float(part.sum().detach()) for part in losses.chunk(case.world_size)],
+        "gradient": np.split(gradient.numpy(), case.world_size),
+    }
 
 
 def shares_add_up(case: Case, seen: Seen) -> Miss | None:
-    right, total = sum(by_whole_sequence(case)[0]), sum(number(seen, rank, "share") for rank in range(case.world_size))
-    return (
-        None
-        if abs(right - total) <= 1e-4 * max(1.0, right)
-        else Miss(f"shares that sum to {right:.5g}", f"{total:.5g}")
-    )
-
-
-def few_bytes(case: Case, seen: Seen) -> Miss | None:
-    limit = 8 * (2 + case.world_size)
-    for rank in range(case.world_size):
-        made = made_by(seen, rank)
-        if sum(int(event.split()[1]) for event in made) > limit or (case.world_size > 1 and not made):
-            return Miss(f"at most {limit} bytes: a label and a count", short(", ".join(made) or "nothing"), rank)
-    number(seen, 0, "share")
-    return None
+    right = sum(by_whole_sequence(case)["share"])
+    total = sum(number(seen, rank, "share") for rank in range(case.world_size))
+    return kit.unless(abs(right - total) <= 1e-4 * max(1.0, right), f"shares that sum to {right:.5g}", f"{total:.5g}")
 
 
 LOSS = Task(
-    name="context.loss",
-    lesson=LESSON,
-    function="share_of_loss",
-    title="The label behind the cut",
-    difficulty=3,
-    importance=5,
-    minutes=30,
+    **kit.about("context.loss"),
     draw=each_world(loss_case),
     observe=observe_loss,
     own={"logits": along(0), "labels": along(0)},
     essential=("the mean", "gradient"),
     properties={
         "the mean": Property(2, shares_add_up),
-        "each share": Property(1, result("share", lambda case: by_whole_sequence(case)[0])),
-        "gradient": Property(2, result("gradient", lambda case: by_whole_sequence(case)[1])),
-        "bytes": Property(1, few_bytes),
+        "each share": Property(1, kit.equals("share", by_whole_sequence, of="share")),
+        "gradient": Property(2, kit.equals("gradient", by_whole_sequence, of="gradient")),
+        "bytes": Property(
+            1,
+            kit.all_of(
+                kit.bytes_at_most(lambda case: 8 * (2 + case.world_size), "at most {} bytes: a label and a count"),
+                kit.reads(lambda case, seen: number(seen, 0, "share")),
+            ),
+        ),
     },
 )
 
@@ -258,78 +219,58 @@ def ring_case(rng: random.Random, world: int) -> dict:
 
 
 def observe_ring(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    leaves = [
-        torch.from_numpy(np.split(case.inputs[name], case.world_size, 1)[rank].copy()).requires_grad_()
-        for name in NAMES
-    ]
+    leaves = {name: kit.part(case, name, rank, 1).requires_grad_() for name in NAMES}
     with Recorder() as record:
-        output = function(*leaves)
+        output = function(*leaves.values())
         record.note("backward")
         output.square().sum().backward()
-    return {
-        "output": plain(output),
-        "events": record.events,
-        **{name: plain(leaf.grad) for name, leaf in zip(NAMES, leaves, strict=True)},
-    }
+    return kit.noted(record, output=output, **kit.gradients(leaves))
 
 
 def by_one_process(case: Case) -> dict[str, list[np.ndarray]]:
     """Of whole sequences, in float64: the output and the gradients, by rank."""
-    leaves = [torch.from_numpy(case.inputs[name].copy()).double().requires_grad_() for name in NAMES]
-    query, key, value = leaves
-    output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    leaves = {name: kit.tensor(case.inputs[name]).double().requires_grad_() for name in NAMES}
+    output = F.scaled_dot_product_attention(*leaves.values(), is_causal=True)
     output.square().sum().backward()
-    wholes = {"output": output.detach().numpy()}
-    wholes |= {name: leaf.grad.numpy() for name, leaf in zip(NAMES, leaves, strict=True) if leaf.grad is not None}
-    return {name: np.split(one, case.world_size, 1) for name, one in wholes.items()}
+    wholes = {"output": output.detach(), **kit.gradients(leaves)}
+    return {name: np.split(one.numpy(), case.world_size, 1) for name, one in wholes.items()}
 
 
-def of_keys_and_values(case: Case, seen: Seen) -> Miss | None:
-    right = by_one_process(case)
-    return near(seen, "key", right["key"]) or near(seen, "value", right["value"])
-
-
-def in_a_ring(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def in_a_ring(case: Case, seen: Seen, rank: int) -> Miss | None:
     """Messages to the next rank and from the one before alone, none larger than a block, as many bytes as needed."""
+    array(seen, 0, "output")
     ranks, block = case.world_size, 2 * case.inputs["key"].nbytes // case.world_size
     most = {"forward": (ranks - 1) * block, "backward": (2 * ranks - 1) * block if ranks > 1 else 0}
-    for rank in range(ranks):
-        sent, part = dict.fromkeys(most, 0), "forward"
-        for event in events(seen, rank):
-            name, *said = event.split()
-            if name == "backward":
-                part = name
-            elif name != "wait":
-                size = int(said[0]) if said and said[0].isdecimal() else -1
-                neighbour = {"send": f"to {(rank + 1) % ranks}", "recv": f"from {(rank - 1) % ranks}"}.get(name)
-                if neighbour is None or " ".join(said[1:]) != neighbour or not 0 <= size <= block:
-                    return Miss(f"messages of {block} bytes at most, to the next rank", short(event), rank)
-                sent[part] += size * (name == "send")
-        for part, bound in most.items():
-            if sent[part] > bound or (ranks > 1 and not sent[part]):
-                return Miss(f"{bound} bytes sent in the {part} at most", f"{sent[part]} bytes", rank)
-    array(seen, 0, "output")
+    sent, half = dict.fromkeys(most, 0), "forward"
+    for event in events(seen, rank):
+        name, *said = event.split()
+        if name == "backward":
+            half = name
+        elif name != "wait":
+            size = int(said[0]) if said and said[0].isdecimal() else -1
+            neighbour = {"send": f"to {(rank + 1) % ranks}", "recv": f"from {(rank - 1) % ranks}"}.get(name)
+            if neighbour is None or " ".join(said[1:]) != neighbour or not 0 <= size <= block:
+                return Miss(f"messages of {block} bytes at most, to the next rank", short(event))
+            sent[half] += size * (name == "send")
+    for half, bound in most.items():
+        if sent[half] > bound or (ranks > 1 and not sent[half]):
+            return Miss(f"{bound} bytes sent in the {half} at most", f"{sent[half]} bytes")
     return None
 
 
 RING = Task(
-    name="context.ring",
-    lesson=LESSON,
-    function="ring_attention",
-    title="Build it: ring attention",
-    difficulty=5,
-    importance=5,
-    minutes=60,
+    **kit.about("context.ring"),
     draw=each_world(ring_case),
     observe=observe_ring,
     own={name: along(1) for name in NAMES},
     essential=("output", "gradients of keys and values", "a ring"),
     properties={
-        "output": Property(2, result("output", lambda case: by_one_process(case)["output"])),
-        "gradient of queries": Property(1, result("query", lambda case: by_one_process(case)["query"])),
-        "gradients of keys and values": Property(3, of_keys_and_values),
+        "output": Property(2, kit.equals("output", by_one_process, of="output")),
+        "gradient of queries": Property(1, kit.equals("query", by_one_process, of="query")),
+        "gradients of keys and values": Property(
+            3, kit.all_of(*(kit.equals(name, by_one_process, of=name) for name in ("key", "value")))
+        ),
         "a ring": Property(2, in_a_ring),
     },
 )
-
-ALL = (MERGE, ZIGZAG, LOSS, RING)

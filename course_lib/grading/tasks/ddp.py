@@ -8,11 +8,13 @@ import numpy as np
 import torch
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, calls, events, made_by, near, only, result, short, waited_for
-from course_lib.grading.task import Case, Met, Miss, Property, Task, plain
+from course_lib.grading.rules import Seen, calls, events, made_by, waited_for
+from course_lib.grading.task import Case, Met, Miss, Property, Task
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import each_world, entry, numbers, whole
 from course_lib.grading.tasks.models import (
     STEPS,
+    all_weights,
     backwards,
     chain,
     draw_models,
@@ -26,9 +28,6 @@ from course_lib.grading.tasks.models import (
 )
 from course_lib.parallel.ddp import DataParallel
 
-LESSON = "02_data_parallel"
-
-
 # --- ddp.average ---
 
 
@@ -37,51 +36,33 @@ def observe_average(function: Callable[..., Any], case: Case, rank: int) -> dict
     with Recorder() as record:
         for _ in backwards(model, case.inputs["rows"][rank]):
             function(model)
-            gradients.append(gradients_of(model).clone())
+            gradients.append(gradients_of(model))
             stray = max(stray, elsewhere(model))
-    weights = torch.cat([parameter.detach().reshape(-1) for parameter in trained(model)])
-    return {
-        "gradient": plain(torch.stack(gradients)),
-        "elsewhere": stray,
-        "weights": plain(weights),
-        "events": record.events,
-    }
+    return kit.noted(record, gradient=torch.stack(gradients), elsewhere=stray, weights=all_weights(trained(model)))
 
 
 def weights_of(case: Case) -> np.ndarray:
     """Trained weights, one behind the other, before the first step."""
-    return flat([parameter.detach().numpy() for parameter in trained(chain(case.inputs))])
+    return all_weights(trained(chain(case.inputs))).numpy()
 
 
-def sends_each_once(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def sends_each_once(case: Case, seen: Seen, rank: int) -> Miss | None:
     """All-reduces that carry the gradient's bytes, once in each step."""
-    size = STEPS * weights_of(case).nbytes
-    for rank in range(case.world_size):
-        if sum(calls(seen, rank, "all_reduce")) != size or len(calls(seen, rank, "all_reduce")) != len(
-            made_by(seen, rank)
-        ):
-            return Miss(f"all_reduce of {size} bytes in all", short(", ".join(made_by(seen, rank)) or "nothing"), rank)
-    return None
+    size, made, sent = STEPS * weights_of(case).nbytes, made_by(seen, rank), calls(seen, rank, "all_reduce")
+    fits = sum(sent) == size and len(sent) == len(made)
+    return kit.unless(fits, f"all_reduce of {size} bytes in all", kit.listed(made, "nothing"))
 
 
-def weights_untouched(case: Case, seen: Seen) -> Miss | None:
-    """The weights are as they were, though something was sent."""
-    for rank in range(case.world_size):
-        if not made_by(seen, rank):
-            return Miss("gradients averaged, weights as they were", "nothing was sent", rank)
-    return near(seen, "weights", [weights_of(case)] * case.world_size, 0)
+@kit.each_rank
+def sends_something(case: Case, seen: Seen, rank: int) -> Miss | None:
+    return kit.unless(made_by(seen, rank), "gradients averaged, weights as they were", "nothing was sent")
 
 
 MET = Met("mean gradient", "gradient", lambda case: local_gradients(case)[0])
 
 AVERAGE = Task(
-    name="ddp.average",
-    lesson=LESSON,
-    function="average_gradients",
-    title="The mean of all ranks' gradients",
-    difficulty=1,
-    importance=5,
-    minutes=10,
+    **kit.about("ddp.average"),
     draw=draw_models,
     observe=observe_average,
     met=MET,
@@ -89,7 +70,9 @@ AVERAGE = Task(
     essential=("mean gradient",),
     properties={
         "mean gradient": Property(3, mean_gradient()),
-        "weights untouched": Property(1, weights_untouched),
+        "weights untouched": Property(
+            1, kit.all_of(sends_something, kit.equals("weights", weights_of, on_all=True, tolerance=0))
+        ),
         "bytes": Property(1, sends_each_once),
     },
 )
@@ -120,61 +103,47 @@ def draw_ring(rng: random.Random, worlds: Sequence[int] | None = None) -> list[C
 
 
 def observe_ring(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    tensor = torch.from_numpy(case.inputs["tensors"][rank].copy())
+    mine = kit.tensor(case.inputs["tensors"][rank])
     with Recorder() as record:
-        function(tensor)
-    return {"sum": plain(tensor), "events": record.events}
+        function(mine)
+    return kit.noted(record, sum=mine)
 
 
-def from_messages(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        if case.world_size > 1 and not made_by(seen, rank):
-            return Miss("sends and receives", "nothing", rank)
-        others = [event for event in made_by(seen, rank) if event.split()[0] not in ("send", "recv")]
-        if others:
-            return Miss("sends and receives", others[0], rank)
-        if miss := waited_for(events(seen, rank), rank):
-            return miss
-    return None
+@kit.each_rank
+def from_messages(case: Case, seen: Seen, rank: int) -> Miss | None:
+    made = made_by(seen, rank)
+    others = [event for event in made if event.split()[0] not in ("send", "recv")]
+    if others or (case.world_size > 1 and not made):
+        return Miss("sends and receives", others[0] if others else "nothing")
+    return waited_for(events(seen, rank), rank)
 
 
-def ring_bytes(case: Case, seen: Seen) -> Miss | None:
-    ranks, size = case.world_size, case.inputs["tensors"][0].nbytes
-    part = case.inputs["tensors"][0].itemsize * -(-case.inputs["tensors"][0].size // ranks)
-    limit = 2 * (ranks - 1) * part
-    for rank in range(ranks):
-        sent = sum(calls(seen, rank, "send"))
-        if sent > limit or (ranks > 1 and sent < limit - 16 * ranks):
-            return Miss(f"about {limit} bytes sent, 2 (N - 1) / N of {size}", f"{sent}", rank)
-    return None
+@kit.each_rank
+def ring_bytes(case: Case, seen: Seen, rank: int) -> Miss | None:
+    ranks, given, sent = case.world_size, case.inputs["tensors"][0], sum(calls(seen, rank, "send"))
+    limit = 2 * (ranks - 1) * given.itemsize * -(-given.size // ranks)
+    fits = sent <= limit and (ranks == 1 or sent >= limit - 16 * ranks)
+    return kit.unless(fits, f"about {limit} bytes sent, 2 (N - 1) / N of {given.nbytes}", f"{sent}")
 
 
-def to_neighbours(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def to_neighbours(case: Case, seen: Seen, rank: int) -> Miss | None:
     ranks = case.world_size
-    for rank in range(ranks):
-        peers = {event.split()[-1] for event in events(seen, rank) if event.startswith("send ")}
-        if peers - {str((rank + 1) % ranks)} and peers - {str((rank - 1) % ranks)}:
-            return Miss("messages to one neighbour", f"to ranks {', '.join(sorted(peers))}", rank)
-        if ranks > 1 and not peers:
-            return Miss("messages to one neighbour", "none", rank)
-    return None
+    peers = {event.split()[-1] for event in events(seen, rank) if event.startswith("send ")}
+    found = f"to ranks {', '.join(sorted(peers))}" if peers else "none"
+    is_one = any(not peers - {str((rank + way) % ranks)} for way in (1, -1))
+    return kit.unless(is_one and (peers or ranks == 1), "messages to one neighbour", found)
 
 
 RING = Task(
-    name="ddp.ring",
-    lesson=LESSON,
-    function="ring_all_reduce",
-    title="All-reduce by a ring",
-    difficulty=4,
-    importance=4,
-    minutes=35,
+    **kit.about("ddp.ring"),
     draw=draw_ring,
     observe=observe_ring,
     own={"tensors": entry},
     essential=("sum", "messages only", "bytes"),
     properties={
         "sum": Property(
-            3, result("sum", lambda case: [np.sum(case.inputs["tensors"], axis=0)] * case.world_size, 1e-9)
+            3, kit.equals("sum", lambda case: np.sum(case.inputs["tensors"], axis=0), on_all=True, tolerance=1e-9)
         ),
         "messages only": Property(1, from_messages),
         "to one neighbour": Property(2, to_neighbours),
@@ -195,42 +164,36 @@ def bucket_case(rng: random.Random, world: int) -> dict:
 
 
 def observe_buckets(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    gradients = [torch.from_numpy(gradient.copy()) for gradient in case.inputs["gradients"][rank]]
+    gradients = list(map(kit.tensor, case.inputs["gradients"][rank]))
     with Recorder() as record:
         function(gradients, case.inputs["bucket_bytes"])
-    return {"gradients": plain(torch.cat(gradients)), "events": record.events}
+    return kit.noted(record, gradients=torch.cat(gradients))
 
 
-def bucket_sizes(case: Case) -> list[int]:
+def buckets(case: Case) -> list[str]:
     sizes, filled = [], 0
     for gradient in case.inputs["gradients"][0]:
         filled += gradient.nbytes
         if filled >= case.inputs["bucket_bytes"]:
             sizes.append(filled)
             filled = 0
-    return sizes + [filled] * (filled > 0)
+    return [f"all_reduce {size}" for size in sizes + [filled] * (filled > 0)]
 
 
-def mean_of_lists(case: Case) -> list[np.ndarray]:
-    return [np.mean([flat(gradients) for gradients in case.inputs["gradients"]], axis=0)] * case.world_size
+def mean_of_lists(case: Case) -> np.ndarray:
+    return np.mean([flat(gradients) for gradients in case.inputs["gradients"]], axis=0)
 
 
 BUCKETING = Task(
-    name="ddp.bucketing",
-    lesson=LESSON,
-    function="reduce_in_buckets",
-    title="Many small gradients, few messages",
-    difficulty=3,
-    importance=4,
-    minutes=25,
+    **kit.about("ddp.bucketing"),
     draw=each_world(bucket_case),
     observe=observe_buckets,
     own={"gradients": entry},
     essential=("mean", "buckets"),
     met=Met("mean", "gradients", lambda case: flat(case.inputs["gradients"][0])),
     properties={
-        "mean": Property(3, result("gradients", mean_of_lists)),
-        "buckets": Property(3, only("all_reduce", bucket_sizes)),
+        "mean": Property(3, kit.equals("gradients", mean_of_lists, on_all=True)),
+        "buckets": Property(3, kit.made_are(buckets)),
     },
 )
 
@@ -251,62 +214,34 @@ def observe_overlap(function: Callable[..., Any], case: Case, rank: int) -> dict
             record.note("finish")
             finish()
             record.note("end")
-            gradients.append(gradients_of(model).clone())
+            gradients.append(gradients_of(model))
             stray = max(stray, elsewhere(model))
-    return {"gradient": plain(torch.stack(gradients)), "elsewhere": stray, "events": record.events}
+    return kit.noted(record, gradient=torch.stack(gradients), elsewhere=stray)
 
 
-def by_step(seen: Seen, rank: int) -> list[list[str]]:
-    """A rank's events from each backward to the end of its ``finish()``."""
-    steps: list[list[str]] = []
-    for event in events(seen, rank):
-        if event == "backward":
-            steps.append([])
-        if steps:
-            steps[-1].append(event)
-    return steps if len(steps) == STEPS else [[] for _ in range(STEPS)]
-
-
-def leaves_early(case: Case, seen: Seen) -> Miss | None:
-    """In each step all but the last all-reduce are issued before the last gradient is there."""
+def leaves_early(case: Case, step: int, happened: list[str]) -> Miss | None:
+    """All but the last all-reduce are issued before the last gradient is there."""
     due = len(trained(chain(case.inputs))) - 1
-    for rank in range(case.world_size):
-        for step, happened in enumerate(by_step(seen, rank)):
-            last = max((i for i, event in enumerate(happened) if event.startswith("gradient")), default=0)
-            early = sum(event.startswith("all_reduce") for event in happened[:last])
-            if early < due:
-                return Miss(f"{due} all-reduces begun before the last gradient of step {step}", f"{early}", rank)
-    return None
+    last = max((i for i, event in enumerate(happened) if event.startswith("gradient")), default=0)
+    early = kit.count(happened[:last], "all_reduce")
+    return kit.unless(early >= due, f"{due} all-reduces begun before the last gradient of step {step}", f"{early}")
 
 
-def waits_late(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        for step, happened in enumerate(by_step(seen, rank)):
-            middle = happened[: happened.index("finish")] if "finish" in happened else happened
-            if not any(event.startswith("all_reduce") for event in happened):
-                return Miss("all-reduces, and no wait for them before backward has ended", "no all-reduce", rank)
-            if "wait" in middle:
-                return Miss(f"no wait before backward has ended, in step {step}", f"{middle.count('wait')} waits", rank)
-    return None
+def waits_late(case: Case, step: int, happened: list[str]) -> Miss | None:
+    waits = happened[: happened.index("finish") if "finish" in happened else None].count("wait")
+    if not kit.count(happened, "all_reduce"):
+        return Miss("all-reduces, and no wait for them before backward has ended", "no all-reduce")
+    return kit.unless(not waits, f"no wait before backward has ended, in step {step}", f"{waits} waits")
 
 
-def waits_for_all(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        for step, happened in enumerate(by_step(seen, rank)):
-            begun, ended = sum(event.startswith("all_reduce") for event in happened), happened.count("wait")
-            if ended < begun or not begun:
-                return Miss(f"each of {begun or 'some'} all-reduces of step {step} waited for", f"{ended} waits", rank)
-    return None
+def waits_for_all(case: Case, step: int, happened: list[str]) -> Miss | None:
+    begun, ended = kit.count(happened, "all_reduce"), happened.count("wait")
+    fits = begun and ended >= begun
+    return kit.unless(fits, f"each of {begun or 'some'} all-reduces of step {step} waited for", f"{ended} waits")
 
 
 OVERLAP = Task(
-    name="ddp.overlap",
-    lesson=LESSON,
-    function="attach",
-    title="Send while backward still runs",
-    difficulty=4,
-    importance=5,
-    minutes=30,
+    **kit.about("ddp.overlap"),
     draw=draw_models,
     observe=observe_overlap,
     met=MET,
@@ -314,9 +249,9 @@ OVERLAP = Task(
     essential=("mean gradient", "leaves early", "does not block backward"),
     properties={
         "mean gradient": Property(3, mean_gradient()),
-        "leaves early": Property(2, leaves_early),
-        "does not block backward": Property(3, waits_late),
-        "waits for all": Property(1, waits_for_all),
+        "leaves early": Property(2, kit.each_step(leaves_early, "backward", STEPS)),
+        "does not block backward": Property(3, kit.each_step(waits_late, "backward", STEPS)),
+        "waits for all": Property(1, kit.each_step(waits_for_all, "backward", STEPS)),
     },
 )
 
@@ -344,11 +279,11 @@ def observe_accumulation(function: Callable[..., Any], case: Case, rank: int) ->
             engine.zero_grad()
             record.note("step")
             function(engine, [torch.from_numpy(rows) for rows in parts])
-            gradients.append(gradients_of(engine).clone())
-    return {"gradient": plain(torch.stack(gradients)), "events": record.events}
+            gradients.append(gradients_of(engine))
+    return kit.noted(record, gradient=torch.stack(gradients))
 
 
-def sum_over_parts(case: Case) -> list[np.ndarray]:
+def sum_over_parts(case: Case) -> np.ndarray:
     made = []
     for steps in case.inputs["rows"]:
         own = []
@@ -358,32 +293,25 @@ def sum_over_parts(case: Case) -> list[np.ndarray]:
                 (model(torch.from_numpy(rows)).square().mean() / len(parts)).backward()
             own.append(gradients_of(model).numpy())
         made.append(np.stack(own))
-    return [np.mean(made, axis=0)] * case.world_size
+    return np.mean(made, axis=0)
 
 
-def at_the_end(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def at_the_end(case: Case, seen: Seen, rank: int) -> Miss | None:
     """One all-reduce of the whole gradient in each step."""
     right = ["step", f"all_reduce {4 * sum(weight.size for weight in case.inputs['weights'])}"] * STEPS
-    for rank in range(case.world_size):
-        made = [event for event in events(seen, rank) if event.split()[0] not in ("broadcast", "wait")]
-        if made != right:
-            return Miss(short(", ".join(right)), short(", ".join(made) or "no collective"), rank)
-    return None
+    made = [event for event in events(seen, rank) if event.split()[0] not in ("broadcast", "wait")]
+    return kit.unless(made == right, kit.listed(right), kit.listed(made))
 
 
 NO_SYNC = Task(
-    name="ddp.no_sync",
-    lesson=LESSON,
-    function="accumulate",
-    title="Accumulate, and send once",
-    difficulty=2,
-    importance=5,
-    minutes=15,
+    **kit.about("ddp.no_sync"),
     draw=each_world(accumulation_case),
     observe=observe_accumulation,
     own={"rows": entry},
     essential=("gradient", "sent once"),
-    properties={"gradient": Property(3, result("gradient", sum_over_parts)), "sent once": Property(2, at_the_end)},
+    properties={
+        "gradient": Property(3, kit.equals("gradient", sum_over_parts, on_all=True)),
+        "sent once": Property(2, at_the_end),
+    },
 )
-
-ALL = (AVERAGE, RING, BUCKETING, OVERLAP, NO_SYNC)

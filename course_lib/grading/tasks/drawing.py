@@ -1,7 +1,7 @@
 """Draws the inputs of cases, and selects the part that a rank is given."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from course_lib.grading.task import Case, Part
@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 WORLDS = (1, 2, 3)
 """World sizes of the public cases."""
 
-Inputs = Callable[[random.Random, int], dict]
+LAST = -1
+"""The largest of the world sizes that cases are drawn for."""
+Inputs = Callable[..., dict]
 
 
 def numbers(rng: random.Random, *shape: int) -> "np.ndarray":
@@ -23,6 +25,13 @@ def numbers(rng: random.Random, *shape: int) -> "np.ndarray":
     return (np.round(drawn * 64) / 64).astype(np.float32)
 
 
+def reals(rng: random.Random, *shape: int) -> "np.ndarray":
+    """fp32 from a normal distribution, with all their bits: none lies between two numbers of 8 bits to the last one."""
+    import numpy as np
+
+    return np.random.default_rng(rng.randrange(2**32)).standard_normal(shape).astype(np.float32)
+
+
 def whole(rng: random.Random, low: int, high: int, *shape: int) -> "np.ndarray":
     """int64 from ``low`` to ``high`` - 1."""
     import numpy as np
@@ -30,11 +39,49 @@ def whole(rng: random.Random, low: int, high: int, *shape: int) -> "np.ndarray":
     return np.random.default_rng(rng.randrange(2**32)).integers(low, high, shape)
 
 
-def each_world(inputs: Inputs) -> Callable[..., list[Case]]:
-    """A task's `draw`, from a function (rng, world size) -> inputs; other world sizes may be given to it."""
+def each_world(
+    inputs: Inputs, *more: tuple[Any, ...], usual: tuple[Any, ...] = (), worlds: Sequence[int] = WORLDS
+) -> Callable[..., list[Case]]:
+    """A task's `draw`, from a function (rng, world size, ...) -> inputs; other world sizes may be given to it.
 
-    def draw(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
-        return [Case(world, inputs(rng, world)) for world in worlds]
+    Args:
+        inputs: the function.
+        more: cases after one of each world size: `LAST` or a number of ranks, and what else the function is given.
+        usual: what else the function is given in all other cases.
+        worlds: of the public cases.
+    """
+
+    def draw(rng: random.Random, worlds: Sequence[int] = worlds) -> list[Case]:
+        cases = [*((world, *usual) for world in worlds), *more]
+        cases = [(worlds[-1] if world == LAST else world, *given) for world, *given in cases]
+        return [Case(world, inputs(rng, world, *given)) for world, *given in cases]
+
+    return draw
+
+
+def each_total(
+    inputs: Inputs, public: Mapping[int, Sequence[int]], least: int, *more: tuple[Any, ...]
+) -> Callable[..., list[Case]]:
+    """A task's `draw` where rows are dealt out: fewer rows than ranks, as many on each, and some left over.
+
+    Args:
+        inputs: a function (rng, world size, rows, ...) -> inputs.
+        public: by world size the numbers of rows of the public cases.
+        least: rows on each rank, where some are left over.
+        more: cases after those, each with its world size and all that the function is given.
+    """
+
+    def draw(rng: random.Random, worlds: Sequence[int] | None = None) -> list[Case]:
+        totals = {
+            world: (
+                rng.choice((1, world - 1)),
+                rng.randrange(2, 5) * world,
+                rng.randrange(least, least + 3) * world + rng.randrange(1, world),
+            )
+            for world in worlds or ()
+        } or public
+        cases = [(world, total) for world, own in totals.items() for total in own]
+        return [Case(world, inputs(rng, world, *given)) for world, *given in (*cases, *more)]
 
     return draw
 

@@ -1,7 +1,7 @@
 """Lesson 17: a linear layer whose products are in 8 bits, and weights that travel in 8 bits."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,19 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, array, dtype_of, items, made_by, number, same, short
+from course_lib.grading.rules import Seen, array, dtype_of, items, number, same, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.drawing import WORLDS, entry, in_turn
-from course_lib.grading.tasks.roofline import LESSON
+from course_lib.grading.tasks import kit
+from course_lib.grading.tasks.drawing import each_world, entry, in_turn, reals
 from course_lib.grading.work import Work
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 USUAL, TINY, ZEROS, UNEVEN, EMPTY = "usual", "tiny", "zeros", "uneven", "a rank without a part"
-
-
-def reals(rng: random.Random, *shape: int) -> np.ndarray:
-    """fp32 from a normal distribution, of which none lies between two numbers of 8 bits to the last bit."""
-    return np.random.default_rng(rng.randrange(2**32)).standard_normal(shape).astype(np.float32)
 
 
 def rounded(values: Tensor, form: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
@@ -78,15 +73,14 @@ def observe_linear(function: Callable[..., Any], case: Case, rank: int) -> dict:
         )
         return torch.from_numpy((left @ right.T).astype(np.float32))
 
-    x, weight = torch.from_numpy(case.inputs["x"].copy()), nn.Parameter(torch.from_numpy(case.inputs["weight"].copy()))
-    x.requires_grad_()
+    x, weight = kit.tensor(case.inputs["x"]).requires_grad_(), nn.Parameter(kit.tensor(case.inputs["weight"]))
     with Work() as work:
         activation = x * 1
         output = function(activation, weight, product, case.inputs["by_row"])
         del activation
         held = work.held_beside(output)
         # A gradient given to backward() would import half a second of torch, in each case's process.
-        (output * torch.from_numpy(case.inputs["gradient"].copy())).sum().backward()
+        (output * kit.tensor(case.inputs["gradient"])).sum().backward()
     return {
         "output": plain(output),
         "of_x": plain(x.grad),
@@ -99,7 +93,7 @@ def observe_linear(function: Callable[..., Any], case: Case, rank: int) -> dict:
 
 def sides_of(case: Case) -> dict[str, tuple[tuple[Tensor, torch.dtype], tuple[Tensor, torch.dtype]]]:
     """By result the two sides of its product, (m, k) and (n, k), each with the format that it is rounded to."""
-    x, weight, gradient = (torch.from_numpy(case.inputs[name].copy()) for name in ("x", "weight", "gradient"))
+    x, weight, gradient = (kit.tensor(case.inputs[name]) for name in ("x", "weight", "gradient"))
     return {
         "output": ((x, E4M3), (weight, E4M3)),
         "of_x": ((gradient, E5M2), (weight.T, E4M3)),
@@ -130,30 +124,15 @@ def product_of(key: str, *kinds: str) -> Rule:
         else:
             size = np.full(right.shape, np.linalg.norm(left) * np.linalg.norm(other) / right.size**0.5)
         wrong = ~(np.abs(actual - right) <= 2e-3 * size)
-        if not wrong.any():
-            return None
-        place = tuple(map(int, np.argwhere(wrong)[0]))
-        return Miss(
-            f"{key}{list(place)} = {right[place]:.5g}",
-            f"{actual[place]:.5g}",
-            note=f"without rounding it is {(left @ other.T)[place]:.5g}",
-        )
+        unrounded = (left @ other.T)[wrong]
+        note = f"without rounding it is {unrounded[0]:.5g}" if unrounded.size else ""
+        return kit.explained(kit.first_wrong(wrong, key, right, actual), note)
 
     return rule
 
 
-def zeros(case: Case, seen: Seen) -> Miss | None:
-    for key in sides_of(case):
-        if miss := product_of(key, ZEROS)(case, seen):
-            return miss
-    return None
-
-
-def tiny(case: Case, seen: Seen) -> Miss | None:
-    for key in sides_of(case):
-        if miss := product_of(key, TINY)(case, seen):
-            return miss
-    return None
+def products_of(kind: str) -> Rule:
+    return kit.all_of(*(product_of(key, kind) for key in ("output", "of_x", "of_weight")))
 
 
 def formats(case: Case, seen: Seen) -> Miss | None:
@@ -193,37 +172,22 @@ def kept(case: Case, seen: Seen) -> Miss | None:
     """A byte for each element of x and of the weight, and their scales."""
     x, weight = case.inputs["x"], case.inputs["weight"]
     array(seen, 0, "output", (len(x), len(weight)))
-    most = x.size + weight.size + 4 * (2 * x.shape[1] + 2)
-    actual = number(seen, 0, "held")
-    return (
-        None
-        if actual <= most
-        else Miss(
-            f"{most} bytes kept for the backward at most",
-            f"{actual:g}",
-            note=f"x has {x.size} elements, the weight {weight.size}",
-        )
-    )
+    most, actual = x.size + weight.size + 4 * (2 * x.shape[1] + 2), number(seen, 0, "held")
+    note = f"x has {x.size} elements, the weight {weight.size}"
+    return kit.unless(actual <= most, f"{most} bytes kept for the backward at most", f"{actual:g}", note)
 
 
 LINEAR = Task(
-    name="fp8.linear",
-    lesson=LESSON,
-    function="linear_in_8_bits",
-    title="Three products in 8 bits",
-    difficulty=4,
-    importance=4,
-    minutes=45,
+    **kit.about("fp8.linear"),
     draw=in_turn(linear_case, 8),
     observe=observe_linear,
-    needs_ranks=False,
     essential=("output", "gradient of the weight", "formats"),
     properties={
         "output": Property(2, product_of("output", USUAL)),
         "gradient of x": Property(2, product_of("of_x", USUAL)),
         "gradient of the weight": Property(2, product_of("of_weight", USUAL)),
-        "tiny gradients": Property(1, tiny),
-        "zeros": Property(1, zeros),
+        "tiny gradients": Property(1, products_of(TINY)),
+        "zeros": Property(1, products_of(ZEROS)),
         "formats": Property(2, formats),
         "kept in 8 bits": Property(2, kept),
     },
@@ -253,22 +217,15 @@ def gather_case(rng: random.Random, world: int, kind: str) -> dict:
     return {"shape": list(shape), "shards": [values[rank * part : (rank + 1) * part] for rank in range(world)]}
 
 
-def draw_gathers(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
-    """Each number of ranks; a last part that is short; zeros; and more ranks than there are parts."""
-    kinds = [*((world, USUAL) for world in worlds), (2, UNEVEN), (3, UNEVEN), (2, ZEROS), (4, EMPTY)]
-    return [Case(world, gather_case(rng, world, kind)) for world, kind in kinds]
+draw_gathers = each_world(gather_case, (2, UNEVEN), (3, UNEVEN), (2, ZEROS), (4, EMPTY), usual=(USUAL,))
+"""Each number of ranks; a last part that is short; zeros; and more ranks than there are parts."""
 
 
 def observe_gather(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    shard = torch.from_numpy(case.inputs["shards"][rank].copy())
+    shard = kit.tensor(case.inputs["shards"][rank])
     with Recorder() as record:
         weight, scale = function(shard, torch.Size(case.inputs["shape"]))
-    return {
-        "bits": plain(weight.contiguous().view(torch.uint8)),
-        "dtype": dtype_of(weight),
-        "scale": plain(scale),
-        "events": record.events,
-    }
+    return kit.noted(record, bits=weight.contiguous().view(torch.uint8), dtype=dtype_of(weight), scale=scale)
 
 
 def whole_rounded(case: Case) -> tuple[np.ndarray, float]:
@@ -278,56 +235,37 @@ def whole_rounded(case: Case) -> tuple[np.ndarray, float]:
     return eight.view(torch.uint8).view(case.inputs["shape"]).numpy(), scale.item()
 
 
-def as_the_whole(case: Case, seen: Seen) -> Miss | None:
-    """All ranks have the weight in 8 bits, to the last bit."""
+def value_of(bits: np.ndarray) -> np.ndarray:
+    """Numbers from the bits of their 8-bit form."""
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(bits.astype(np.int64) & 255).to(torch.uint8).view(E4M3).double().numpy()
+
+
+@kit.each_rank
+def as_the_whole(case: Case, seen: Seen, rank: int) -> Miss | None:
+    """Each rank has the weight in 8 bits, to the last bit."""
     right = whole_rounded(case)[0]
     if miss := same(seen, "dtype", ["float8_e4m3fn"] * case.world_size):
         return miss
-    for rank in range(case.world_size):
-        actual = array(seen, rank, "bits", right.shape)
-        if (actual != right).any():
-            place = tuple(map(int, np.argwhere(actual != right)[0]))
-            value, other = (
-                torch.tensor(int(bits[place]) & 255, dtype=torch.uint8).view(E4M3).item() for bits in (right, actual)
-            )
-            return Miss(
-                f"weight{list(place)} = {value:g} in 8 bits",
-                f"{other:g}",
-                rank,
-                note=f"{int((actual != right).sum())} of {right.size} elements differ",
-            )
-    return None
+    actual = array(seen, rank, "bits", right.shape)
+    differs = actual != right
+    note = f"{int(differs.sum())} of {right.size} elements differ"
+    return kit.explained(kit.first_wrong(differs, "weight", value_of(right), value_of(actual), 6, " in 8 bits"), note)
 
 
-def one_scale(case: Case, seen: Seen) -> Miss | None:
-    right = whole_rounded(case)[1]
-    for rank in range(case.world_size):
-        actual = number(seen, rank, "scale")
-        if not abs(actual - right) <= 1e-6 * right:
-            return Miss(f"scale {right:.6g}", f"{actual:.6g}", rank)
-    return None
+@kit.each_rank
+def one_scale(case: Case, seen: Seen, rank: int) -> Miss | None:
+    right, actual = whole_rounded(case)[1], number(seen, rank, "scale")
+    return kit.unless(abs(actual - right) <= 1e-6 * right, f"scale {right:.6g}", f"{actual:.6g}")
 
 
-def scale_then_bytes(case: Case, seen: Seen) -> Miss | None:
+def scale_then_bytes(case: Case) -> list[str]:
     """An all-reduce of a number, then an all-gather of a byte for each element of equal parts."""
-    part = len(case.inputs["shards"][0])
-    right = ["all_reduce 4", f"all_gather {case.world_size * part}"]
-    for rank in range(case.world_size):
-        if (made := made_by(seen, rank)) != right:
-            return Miss(", ".join(right), short(", ".join(made) or "no collective"), rank)
-    if "bits" not in seen[0]:
-        raise Malformed(Miss("a weight", "nothing"))
-    return None
+    return ["all_reduce 4", f"all_gather {case.world_size * len(case.inputs['shards'][0])}"]
 
 
 GATHER = Task(
-    name="fp8.all_gather",
-    lesson=LESSON,
-    function="gather_in_8_bits",
-    title="A weight that travels in 8 bits",
-    difficulty=3,
-    importance=4,
-    minutes=30,
+    **kit.about("fp8.all_gather"),
     draw=draw_gathers,
     observe=observe_gather,
     own={"shards": entry},
@@ -335,8 +273,6 @@ GATHER = Task(
     properties={
         "weight": Property(3, as_the_whole),
         "scale": Property(1, one_scale),
-        "bytes": Property(2, scale_then_bytes),
+        "bytes": Property(2, kit.all_of(kit.made_are(scale_then_bytes), kit.reads("bits"))),
     },
 )
-
-ALL = (LINEAR, GATHER)

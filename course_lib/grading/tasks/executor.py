@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import NAMES, Seen, array, events, number, result, short
+from course_lib.grading.rules import NAMES, Seen, array, events, number, short
 from course_lib.grading.task import Case, Miss, Property, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import entry, numbers
+from course_lib.grading.tasks.models import all_gradients, descend
 from course_lib.parallel.pipeline.actions import Schedule
 from course_lib.parallel.pipeline.schedules import make
 from course_lib.parallel.pipeline.validation import in_flight
 
-LESSON = "07_pipeline_schedules"
 STEPS = 2
 RATE = 0.25
 ROWS = 3
@@ -30,7 +31,7 @@ def stage_of(weights: Sequence[np.ndarray], frozen: bool) -> nn.Sequential:
     layers = []
     for weight in weights:
         layers.append(nn.Linear(weight.shape[1], weight.shape[0], bias=False))
-        layers[-1].weight.data = torch.from_numpy(weight.copy())
+        layers[-1].weight.data = kit.tensor(weight)
     layers[0].requires_grad_(not frozen)
     return nn.Sequential(layers[0], nn.Tanh(), layers[1])
 
@@ -68,14 +69,8 @@ def stages_on(case: Case, rank: int) -> dict[int, nn.Sequential]:
     }
 
 
-def gradients_in(stages: dict[int, nn.Sequential]) -> Tensor:
-    return torch.cat(
-        [
-            (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
-            for stage in sorted(stages)
-            for p in stages[stage].parameters()
-        ]
-    )
+def parameters_of(stages: dict[int, nn.Sequential]) -> list[nn.Parameter]:
+    return [parameter for stage in sorted(stages) for parameter in stages[stage].parameters()]
 
 
 def observe_run(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -104,25 +99,16 @@ def observe_run(function: Callable[..., Any], case: Case, rank: int) -> dict:
                 list(row),
                 dict(stages),
                 case.world_size * case.inputs["stages_per_rank"],
-                [torch.from_numpy(x.copy()) for x in inputs],
-                [torch.from_numpy(target.copy()) for target in targets],
+                list(map(kit.tensor, inputs)),
+                list(map(kit.tensor, targets)),
             )
             losses.append(plain(loss))
-            gradients.append(gradients_in(stages))
-            with torch.no_grad():
-                for module in stages.values():
-                    for parameter in module.parameters():
-                        if parameter.grad is not None:
-                            parameter.sub_(RATE * parameter.grad)
-    return {
-        "gradients": plain(torch.stack(gradients)),
-        "losses": plain(np.asarray(losses, dtype=np.float64)),
-        "peak": peak,
-        "events": record.events,
-    }
+            gradients.append(all_gradients(parameters_of(stages)))
+            descend(parameters_of(stages), RATE)
+    return kit.noted(record, gradients=torch.stack(gradients), losses=np.asarray(losses, dtype=np.float64), peak=peak)
 
 
-def whole(case: Case) -> tuple[list[np.ndarray], np.ndarray]:
+def whole(case: Case) -> dict[str, list[np.ndarray]]:
     """By rank the gradients of its stages in each step, and each step's losses by micro-batch: all in one process."""
     by_rank = [stages_on(case, rank) for rank in range(case.world_size)]
     stages = {number_: module for mine in by_rank for number_, module in mine.items()}
@@ -133,95 +119,72 @@ def whole(case: Case) -> tuple[list[np.ndarray], np.ndarray]:
         for module in stages.values():
             module.zero_grad()
         for x, target in zip(inputs, targets, strict=True):
-            output = torch.from_numpy(x.copy())
+            output = kit.tensor(x)
             for number_ in sorted(stages):
                 output = stages[number_](output)
             loss = (output - torch.from_numpy(target)).square().mean() / len(inputs)
             loss.backward()
             losses[-1].append(loss.item())
         for rank, mine in enumerate(by_rank):
-            gradients[rank].append(gradients_in(mine).numpy().copy())
-        with torch.no_grad():
-            for module in stages.values():
-                for parameter in module.parameters():
-                    if parameter.grad is not None:
-                        parameter.sub_(RATE * parameter.grad)
-    return [np.stack(mine) for mine in gradients], np.array(losses)
+            gradients[rank].append(all_gradients(parameters_of(mine)).numpy())
+        descend(parameters_of(stages), RATE)
+    return {
+        "gradients": [np.stack(mine) for mine in gradients],
+        "losses": [*[np.zeros((STEPS, 0))] * (case.world_size - 1), np.array(losses)],
+    }
 
 
-def losses_are(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def losses_are(case: Case, seen: Seen, rank: int) -> Miss | None:
     """The last stage's rank returns the losses in the micro-batches' order, the others nothing."""
-    right = whole(case)[1]
-    for rank in range(case.world_size):
-        due = right if rank == case.world_size - 1 else np.zeros((STEPS, 0))
-        losses = array(seen, rank, "losses")
-        if losses.shape != due.shape or not np.allclose(losses, due, rtol=1e-4, atol=1e-5):
-            return Miss(f"losses {short(due.round(4).tolist())}", short(losses.round(4).tolist()), rank)
-    return None
+    due, losses = whole(case)["losses"][rank], array(seen, rank, "losses")
+    fits = losses.shape == due.shape and np.allclose(losses, due, rtol=1e-4, atol=1e-5)
+    return kit.unless(fits, f"losses {short(due.round(4).tolist())}", short(losses.round(4).tolist()))
 
 
-def follows_its_row(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def follows_its_row(case: Case, seen: Seen, rank: int) -> Miss | None:
     """Forwards and backwards in the row's order, in each step."""
-    for rank, row in enumerate(table_of(case).rows):
-        right = (["step"] + [f"{action.kind} of {action.stage}" for action in row]) * STEPS
-        done = [event for event in events(seen, rank) if event.split()[0] in ("step", "F", "B")]
-        if done != right:
-            at = next((i for i, (a, b) in enumerate(zip(done, right, strict=False)) if a != b), len(done))
-            return Miss(
-                f"{short(', '.join(right[at : at + 3]))} as event {at}",
-                short(", ".join(done[at : at + 3]) or "nothing more"),
-                rank,
-            )
-    return None
+    right = (["step"] + [f"{action.kind} of {action.stage}" for action in table_of(case).rows[rank]]) * STEPS
+    return kit.first_apart(right, [event for event in events(seen, rank) if event.split()[0] in ("step", "F", "B")])
 
 
-def as_many_messages(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def as_many_messages(case: Case, seen: Seen, rank: int) -> Miss | None:
     """For each F but the last stage's a message to the next stage's rank, and for each B but the first's one back."""
     ranks, last = case.world_size, case.world_size * case.inputs["stages_per_rank"] - 1
-    size = case.inputs["inputs"][0][0].nbytes
-    for rank, row in enumerate(table_of(case).rows):
-        due = [
-            f"send {size} to {(action.stage + (1 if action.kind == 'F' else -1)) % ranks}"
-            for action in row
-            if ranks > 1 and action.stage != (last if action.kind == "F" else 0)
-        ] * STEPS
-        made = [event for event in events(seen, rank) if event.split()[0] in NAMES and not event.startswith("recv")]
-        if sorted(made) != sorted(due):
-            return Miss(f"{len(due)} messages: {short(', '.join(due))}", f"{len(made)}: {short(', '.join(made))}", rank)
-        noted = events(seen, rank)
-        both = sum(event.split()[0] in NAMES for event in noted)
-        if noted.count("wait") < both:
-            return Miss(f"each of {both} sends and receives waited for", f"{noted.count('wait')} waits", rank)
-    return None
+    size, happened = case.inputs["inputs"][0][0].nbytes, events(seen, rank)
+    due = [
+        f"send {size} to {(action.stage + (1 if action.kind == 'F' else -1)) % ranks}"
+        for action in table_of(case).rows[rank]
+        if ranks > 1 and action.stage != (last if action.kind == "F" else 0)
+    ] * STEPS
+    both = [event for event in happened if event.split()[0] in NAMES]
+    made = [event for event in both if not event.startswith("recv")]
+    if sorted(made) != sorted(due):
+        return Miss(f"{len(due)} messages: {kit.listed(due, '')}", f"{len(made)}: {kit.listed(made, '')}")
+    waits = happened.count("wait")
+    return kit.unless(waits >= len(both), f"each of {len(both)} sends and receives waited for", f"{waits} waits")
 
 
-def lets_go(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def lets_go(case: Case, seen: Seen, rank: int) -> Miss | None:
     """No rank holds more stage outputs than its row has micro-batches in flight, and two that names still hold."""
-    for rank, most in enumerate(in_flight(table_of(case))):
-        if not 0 < (peak := number(seen, rank, "peak")) <= most + 2:
-            return Miss(f"at most {most + 2} outputs held at once", f"{peak:.0f}", rank)
-    return None
+    most, peak = in_flight(table_of(case))[rank] + 2, number(seen, rank, "peak")
+    return kit.unless(0 < peak <= most, f"at most {most} outputs held at once", f"{peak:.0f}")
 
 
 RUN = Task(
-    name="pipeline.run",
-    lesson=LESSON,
-    function="run_row",
-    title="Build it: run a row, with sends and receives",
-    difficulty=5,
-    importance=5,
-    minutes=60,
+    **kit.about("pipeline.run"),
     draw=draw_runs,
     observe=observe_run,
     own={"weights": entry},
     essential=("gradients", "follows its row"),
     properties={
-        "gradients": Property(4, result("gradients", lambda case: whole(case)[0], first_step=0)),
+        "gradients": Property(4, kit.equals("gradients", whole, of="gradients", first_step=0)),
         "losses": Property(1, losses_are),
         "follows its row": Property(3, follows_its_row),
         "messages": Property(2, as_many_messages),
         "lets go": Property(2, lets_go),
     },
 )
-
-ALL = (RUN,)

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import ceil
 from typing import Any
 
@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, array, dtype_of, events, made_by, near, of_dtype, result, short
+from course_lib.grading.rules import Seen, array, dtype_of, events, made_by, near, of_dtype, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.drawing import WORLDS, along, each_world, in_turn, numbers
+from course_lib.grading.tasks import kit
+from course_lib.grading.tasks.drawing import LAST, along, each_world, in_turn, numbers
 
-LESSON = "15_experts"
 ROOMY, TIGHT, LARGE = "roomy", "tight", "large"
 
 
@@ -34,13 +34,12 @@ def route_case(rng: random.Random, place: int) -> dict:
 
 
 def observe_route(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    chosen, weights, kept = function(
-        torch.from_numpy(case.inputs["logits"].copy()), case.inputs["k"], case.inputs["capacity"]
-    )
+    given = case.inputs
+    chosen, weights, kept = function(kit.tensor(given["logits"]), given["k"], given["capacity"])
     return {"chosen": plain(chosen), "weights": plain(weights), "kept": plain(kept)}
 
 
-def routed(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def routed(case: Case) -> dict[str, np.ndarray]:
     """(tokens, k) experts, weights in float64, and whether there was room; token by token."""
     logits, k = case.inputs["logits"].astype(np.float64), case.inputs["k"]
     chosen = np.argsort(-logits, axis=1)[:, :k]
@@ -51,43 +50,23 @@ def routed(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         for token, expert in enumerate(chosen[:, choice]):
             kept[token, choice] = taken[expert] < case.inputs["capacity"]
             taken[expert] += 1
-    return chosen, worth / worth.sum(1, keepdims=True), kept
+    return {"chosen": chosen, "weights": worth / worth.sum(1, keepdims=True), "kept": kept}
 
 
-def chosen_right(case: Case, seen: Seen) -> Miss | None:
-    return near(seen, "chosen", [routed(case)[0]])
-
-
-def weighed(large: bool) -> Rule:
-    def rule(case: Case, seen: Seen) -> Miss | None:
-        right = [routed(case)[1]]
-        array(seen, 0, "weights", right[0].shape)
-        return near(seen, "weights", right) if (case.inputs["kind"] == LARGE) == large else None
-
-    return rule
-
-
-def kept_right(case: Case, seen: Seen) -> Miss | None:
-    return near(seen, "kept", [routed(case)[2]])
+def as_routed(key: str, *kinds: str) -> Rule:
+    return kit.equals(key, routed, *kinds, of=key, on_all=True)
 
 
 ROUTE = Task(
-    name="experts.route",
-    lesson=LESSON,
-    function="route",
-    title="Choose, weigh, and drop",
-    difficulty=2,
-    importance=4,
-    minutes=20,
+    **kit.about("experts.route"),
     draw=in_turn(route_case, 6),
     observe=observe_route,
-    needs_ranks=False,
     essential=("weights", "kept"),
     properties={
-        "chosen": Property(1, chosen_right),
-        "weights": Property(2, weighed(large=False)),
-        "large scores": Property(1, weighed(large=True)),
-        "kept": Property(2, kept_right),
+        "chosen": Property(1, as_routed("chosen")),
+        "weights": Property(2, as_routed("weights", ROOMY, TIGHT)),
+        "large scores": Property(1, as_routed("weights", LARGE)),
+        "kept": Property(2, as_routed("kept")),
     },
 )
 
@@ -109,23 +88,11 @@ def dispatch_case(rng: random.Random, world: int, dtype: str = "float32") -> dic
     }
 
 
-def draw_dispatch(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
-    """Each number of ranks; and on the last once more, where its last rank gets no token."""
-    return [*each_world(dispatch_case)(rng, worlds), Case(worlds[-1], dispatch_case(rng, worlds[-1], "bfloat16"))]
-
-
 def observe_dispatch(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    tokens, chosen = (
-        torch.from_numpy(np.split(case.inputs[name], case.world_size)[rank].copy()) for name in ("tokens", "chosen")
-    )
+    tokens, chosen = (kit.part(case, name, rank) for name in ("tokens", "chosen"))
     with Recorder() as record:
         rows, per_expert = function(tokens.to(getattr(torch, case.inputs["dtype"])), chosen, case.inputs["experts"])
-    return {
-        "rows": plain(rows),
-        "dtype of rows": dtype_of(rows),
-        "per_expert": plain(per_expert),
-        "events": record.events,
-    }
+    return kit.noted(record, rows=rows, per_expert=per_expert) | {"dtype of rows": dtype_of(rows)}
 
 
 def arrived(case: Case) -> tuple[list[np.ndarray], list[list[int]]]:
@@ -140,46 +107,33 @@ def rows_are(case: Case, seen: Seen) -> Miss | None:
     return near(seen, "rows", arrived(case)[0]) or of_dtype(seen, "rows", case.inputs["dtype"])
 
 
-def counted(case: Case, seen: Seen) -> Miss | None:
-    for rank, right in enumerate(arrived(case)[1]):
-        counts = seen[rank].get("per_expert")
-        counts = counts.tolist() if isinstance(counts, np.ndarray) else counts
-        if not isinstance(counts, list) or not all(type(number) is int for number in counts):
-            raise Malformed(Miss("whole numbers as counts", short(counts), rank))
-        if counts != right:
-            return Miss(f"counts {right}", short(counts), rank)
-    return None
+@kit.each_rank
+def counted(case: Case, seen: Seen, rank: int) -> Miss | None:
+    right, counts = arrived(case)[1][rank], seen[rank].get("per_expert")
+    counts = counts.tolist() if isinstance(counts, np.ndarray) else counts
+    if not isinstance(counts, list) or not all(type(number) is int for number in counts):
+        raise Malformed(Miss("whole numbers as counts", short(counts), rank))
+    return kit.unless(counts == right, f"counts {right}", short(counts))
 
 
-def handed_in(seen: Seen, rank: int, most: int, part: Sequence[str]) -> Miss | None:
+def handed_in(case: Case, most: int, made: list[str]) -> Miss | None:
     """Only all-to-alls, into which a rank hands so many bytes at most."""
-    others = [event for event in part if not event.startswith("all_to_all ")]
-    total = sum(int(event.split()[1]) for event in part)
-    if others or total > most or (len(seen) > 1 and not part):
-        return Miss(f"all-to-alls of {most} bytes at most", short(", ".join(part) or "no collective"), rank)
-    return None
+    fits = kit.count(made, "all_to_all") == len(made) and kit.carried(made) <= most and (case.world_size == 1 or made)
+    return kit.unless(fits, f"all-to-alls of {most} bytes at most", kit.listed(made))
 
 
-def only_what_goes(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def only_what_goes(case: Case, seen: Seen, rank: int) -> Miss | None:
     """The counts and each token once."""
+    array(seen, 0, "rows")
     width = getattr(torch, case.inputs["dtype"]).itemsize
     most = 8 * case.inputs["experts"] + width * case.inputs["tokens"].size // case.world_size
-    for rank in range(case.world_size):
-        if miss := handed_in(seen, rank, most, made_by(seen, rank)):
-            return miss
-    array(seen, 0, "rows")
-    return None
+    return handed_in(case, most, made_by(seen, rank))
 
 
 DISPATCH = Task(
-    name="experts.dispatch",
-    lesson=LESSON,
-    function="dispatch",
-    title="To the experts, unevenly",
-    difficulty=4,
-    importance=5,
-    minutes=40,
-    draw=draw_dispatch,
+    **kit.about("experts.dispatch"),
+    draw=each_world(dispatch_case, (LAST, "bfloat16")),
     observe=observe_dispatch,
     own={"tokens": along(0), "chosen": along(0)},
     essential=("rows", "nothing else travels"),
@@ -203,15 +157,11 @@ def gradients_case(rng: random.Random, world: int) -> dict:
     }
 
 
-def draw_gradients(rng: random.Random, worlds: Sequence[int] = (1, 2, 4)) -> list[Case]:
-    return [Case(world, gradients_case(rng, world)) for world in worlds]
-
-
 def observe_gradients(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    mine = (torch.from_numpy(case.inputs[name][rank].copy()) for name in ("router", "experts"))
+    mine = (kit.tensor(case.inputs[name][rank]) for name in ("router", "experts"))
     with Recorder() as record:
         router, experts = function(*mine, case.inputs["size"])
-    return {"router": plain(router), "experts": plain(experts), "events": record.events}
+    return kit.noted(record, router=router, experts=experts)
 
 
 def of_the_mean(case: Case) -> list[np.ndarray]:
@@ -220,33 +170,27 @@ def of_the_mean(case: Case) -> list[np.ndarray]:
     return [given[rank % size :: size].sum(0) / case.world_size for rank in range(case.world_size)]
 
 
-def each_once(case: Case, seen: Seen) -> Miss | None:
-    """No rank hands in more than its two gradients."""
-    most = (case.inputs["router"].nbytes + case.inputs["experts"].nbytes) // case.world_size
-    for rank in range(case.world_size):
-        made = made_by(seen, rank)
-        if sum(int(event.split()[1]) for event in made) > most or (case.world_size > 1 and not made):
-            return Miss(f"{most} bytes in collectives at most", short(", ".join(made) or "no collective"), rank)
-    array(seen, 0, "experts")
-    return None
+def both_gradients(case: Case) -> int:
+    """The bytes of a rank's two gradients."""
+    return (case.inputs["router"].nbytes + case.inputs["experts"].nbytes) // case.world_size
 
 
 GRADIENTS = Task(
-    name="experts.gradients",
-    lesson=LESSON,
-    function="reduce_gradients",
-    title="Whose gradient is it?",
-    difficulty=3,
-    importance=5,
-    minutes=25,
-    draw=draw_gradients,
+    **kit.about("experts.gradients"),
+    draw=each_world(gradients_case, worlds=(1, 2, 4)),
     observe=observe_gradients,
     own={"router": along(0), "experts": along(0)},
     essential=("experts",),
     properties={
-        "router": Property(1, result("router", lambda case: [case.inputs["router"].mean(0)] * case.world_size)),
-        "experts": Property(3, result("experts", of_the_mean)),
-        "each once": Property(2, each_once),
+        "router": Property(1, kit.equals("router", lambda case: case.inputs["router"].mean(0), on_all=True)),
+        "experts": Property(3, kit.equals("experts", of_the_mean)),
+        "each once": Property(
+            2,
+            kit.all_of(
+                kit.bytes_at_most(both_gradients, "{} bytes in collectives at most", "no collective"),
+                kit.reads("experts"),
+            ),
+        ),
     },
 )
 
@@ -275,34 +219,20 @@ def layer_case(rng: random.Random, world: int, idle: bool = False) -> dict:
     }
 
 
-def draw_layers(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
-    """Each number of ranks, and two ranks of which nobody chooses the last one."""
-    return [*each_world(layer_case)(rng, worlds), Case(2, layer_case(rng, 2, idle=True))]
-
-
-def part_of(case: Case, rank: int) -> list[torch.Tensor]:
-    parts = [
-        case.inputs[name] if name == "router" else np.split(case.inputs[name], case.world_size)[rank] for name in LEAVES
-    ]
-    return [torch.from_numpy(part.copy()).requires_grad_() for part in parts]
-
-
 def observe_layer(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    leaves = part_of(case, rank)
+    leaves = {
+        name: kit.tensor(case.inputs[name]) if name == "router" else kit.part(case, name, rank) for name in LEAVES
+    }
     with Recorder() as record:
-        output = function(*leaves, case.inputs["k"])
+        output = function(*(leaf.requires_grad_() for leaf in leaves.values()), case.inputs["k"])
         record.note("backward")
         output.square().sum().backward()
-    return {
-        "output": plain(output),
-        "events": record.events,
-        **{name: plain(leaf.grad) for name, leaf in zip(LEAVES, leaves, strict=True)},
-    }
+    return kit.noted(record, output=output, **kit.gradients(leaves))
 
 
 def by_one_process(case: Case) -> dict[str, list[np.ndarray]]:
     """In float64, by rank: the output, the gradients, and (chosen) which experts its tokens chose."""
-    tokens, router, up, down = (torch.from_numpy(case.inputs[name].copy()).double().requires_grad_() for name in LEAVES)
+    tokens, router, up, down = (kit.tensor(case.inputs[name]).double().requires_grad_() for name in LEAVES)
     routers = [router.detach().clone().requires_grad_() for _ in range(case.world_size)]  # each rank's own gradient
     outputs, chosen = [], []
     for part, own in zip(tokens.chunk(case.world_size), routers, strict=True):
@@ -311,60 +241,43 @@ def by_one_process(case: Case) -> dict[str, list[np.ndarray]]:
         outputs.append((best.softmax(-1)[..., None] * torch.einsum("tkwi,tki->tkw", down[choice], hidden)).sum(1))
         chosen.append(choice.flatten().numpy())
     torch.cat(outputs).square().sum().backward()
-    wholes = {
-        name: np.split(leaf.grad.numpy(), case.world_size)
-        for name, leaf in (("tokens", tokens), ("up", up), ("down", down))
-        if leaf.grad is not None
-    }
+    wholes = kit.gradients({"tokens": tokens, "up": up, "down": down})
     return {
         "output": [output.detach().numpy() for output in outputs],
         "chosen": chosen,
-        **wholes,
         "router": [own.grad.numpy() for own in routers if own.grad is not None],
+        **{name: np.split(whole.numpy(), case.world_size) for name, whole in wholes.items()},
     }
 
 
-def of_experts(case: Case, seen: Seen) -> Miss | None:
-    right = by_one_process(case)
-    return near(seen, "up", right["up"]) or near(seen, "down", right["down"])
+def as_one_process(key: str) -> Rule:
+    return kit.equals(key, by_one_process, of=key)
 
 
-def copies_alone(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def copies_alone(case: Case, seen: Seen, rank: int) -> Miss | None:
     """Forward the counts, the copies of a rank's tokens and the outputs that it owes; backward their gradients."""
-    chosen, ranks = by_one_process(case)["chosen"], case.world_size
-    owners = [choice // (len(case.inputs["router"]) // ranks) for choice in chosen]
-    row = case.inputs["tokens"][0].nbytes
-    for rank in range(ranks):
-        copies = len(chosen[rank]) + sum(int((owner == rank).sum()) for owner in owners)
-        noted = events(seen, rank)
-        turn = noted.index("backward") if "backward" in noted else len(noted)
-        made = set(made_by(seen, rank))
-        for part, most in ((noted[:turn], 8 * len(case.inputs["router"]) + copies * row), (noted[turn:], copies * row)):
-            if miss := handed_in(seen, rank, most, [event for event in part if event in made]):
-                return miss
     array(seen, 0, "output")
-    return None
+    chosen, experts = by_one_process(case)["chosen"], len(case.inputs["router"])
+    owners = [choice // (experts // case.world_size) for choice in chosen]
+    most = case.inputs["tokens"][0].nbytes * (len(chosen[rank]) + sum(int((own == rank).sum()) for own in owners))
+    happened, made = events(seen, rank), made_by(seen, rank)
+    turn = happened.index("backward") if "backward" in happened else len(happened)
+    forward = len([event for event in happened[:turn] if event in made])
+    return handed_in(case, 8 * experts + most, made[:forward]) or handed_in(case, most, made[forward:])
 
 
 LAYER = Task(
-    name="experts.layer",
-    lesson=LESSON,
-    function="experts_layer",
-    title="Build it: a layer of experts",
-    difficulty=5,
-    importance=5,
-    minutes=60,
-    draw=draw_layers,
+    **kit.about("experts.layer"),
+    draw=each_world(layer_case, (2, True)),  # two ranks of which nobody chooses the last one
     observe=observe_layer,
     own={"tokens": along(0), "up": along(0), "down": along(0)},
     essential=("output", "gradients of experts", "copies alone travel"),
     properties={
-        "output": Property(2, result("output", lambda case: by_one_process(case)["output"])),
-        "gradient of tokens": Property(1, result("tokens", lambda case: by_one_process(case)["tokens"])),
-        "gradient of the router": Property(1, result("router", lambda case: by_one_process(case)["router"])),
-        "gradients of experts": Property(3, of_experts),
+        "output": Property(2, as_one_process("output")),
+        "gradient of tokens": Property(1, as_one_process("tokens")),
+        "gradient of the router": Property(1, as_one_process("router")),
+        "gradients of experts": Property(3, kit.all_of(as_one_process("up"), as_one_process("down"))),
         "copies alone travel": Property(2, copies_alone),
     },
 )
-
-ALL = (ROUTE, DISPATCH, GRADIENTS, LAYER)

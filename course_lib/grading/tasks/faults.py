@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from course_lib.grading.recorder import Recorder
 from course_lib.grading.rules import Seen, items, made_by, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import entry, in_turn, numbers
-from course_lib.grading.tasks.resuming import LESSON
 
 # --- faults.hang ---
 
@@ -98,16 +97,9 @@ def verdict_has(place: int, what: str) -> Rule:
 
 
 HANG = Task(
-    name="faults.hang",
-    lesson=LESSON,
-    function="culprit",
-    title="Whom does everybody wait for?",
-    difficulty=3,
-    importance=5,
-    minutes=30,
+    **kit.about("faults.hang"),
     draw=in_turn(hang_case, len(KINDS)),
     observe=observe_hang,
-    needs_ranks=False,
     shown=in_lines,
     essential=("who",),
     properties={
@@ -141,52 +133,36 @@ def agreement_cases(rng: random.Random, worlds: Sequence[int] = (1, 3, 2, 3, 2))
 
 
 def observe_agreement(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    weight, bias = (torch.from_numpy(case.inputs[key][rank].copy()) for key in ("weights", "biases"))
+    weight, bias = (kit.tensor(case.inputs[key][rank]) for key in ("weights", "biases"))
     if case.inputs["nan"]:
         weight[0, 0] = float("nan")
     with Recorder() as record:
         odd_ranks = function([weight, bias])
-    return {"ranks": plain(odd_ranks), "events": record.events}
+    return kit.noted(record, ranks=odd_ranks)
 
 
-def names_who_differs(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def names_who_differs(case: Case, seen: Seen, rank: int) -> Miss | None:
     """The ranks named are those that differ from most; of two that differ, the lower counts as right."""
-    held = [
-        weight.tobytes() + bias.tobytes()
-        for weight, bias in zip(case.inputs["weights"], case.inputs["biases"], strict=True)
-    ]
+    both = zip(case.inputs["weights"], case.inputs["biases"], strict=True)
+    held = [weight.tobytes() + bias.tobytes() for weight, bias in both]
     most = max(held, key=held.count)
-    right = [rank for rank, value in enumerate(held) if value != most]
-    for rank in range(case.world_size):
-        if (odd_ranks := items(seen, rank, "ranks", int)) != right:
-            return Miss(f"ranks {right}", short(odd_ranks), rank)
-    return None
+    right, named = [other for other, value in enumerate(held) if value != most], items(seen, rank, "ranks", int)
+    return kit.unless(named == right, f"ranks {right}", short(named))
 
 
-def one_small_collective(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        made = made_by(seen, rank)
-        carried = sum(int(event.split()[1]) for event in made)
-        if len(made) != 1 or carried > 32 * case.world_size:
-            return Miss(
-                f"one collective of at most {32 * case.world_size} bytes", short(", ".join(made) or "none"), rank
-            )
-    return None
+@kit.each_rank
+def one_small_collective(case: Case, seen: Seen, rank: int) -> Miss | None:
+    most, made = 32 * case.world_size, made_by(seen, rank)
+    fits = len(made) == 1 and kit.carried(made) <= most
+    return kit.unless(fits, f"one collective of at most {most} bytes", kit.listed(made, "none"))
 
 
 AGREEMENT = Task(
-    name="faults.agreement",
-    lesson=LESSON,
-    function="who_differs",
-    title="Do all ranks still hold the same?",
-    difficulty=2,
-    importance=4,
-    minutes=20,
+    **kit.about("faults.agreement"),
     draw=agreement_cases,
     observe=observe_agreement,
     own={"weights": entry, "biases": entry},
     essential=("ranks",),
     properties={"ranks": Property(3, names_who_differs), "one small collective": Property(2, one_small_collective)},
 )
-
-ALL = (HANG, AGREEMENT)

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
-from course_lib.grading.rules import Seen, array, near, number
+from course_lib.grading.rules import Seen, array, number
 from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import in_turn, numbers
-from course_lib.grading.tasks.roofline import LESSON
 from course_lib.grading.work import Work
 
 USUAL, LARGE, BLIND, LONG = "usual", "large", "blind", "long"
@@ -50,7 +49,7 @@ def flash_case(rng: random.Random, place: int) -> dict:
 
 
 def observe_flash(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    given = {name: torch.from_numpy(case.inputs[name].copy()) for name in ("q", "k", "v", "keep")}
+    given = {name: kit.tensor(case.inputs[name]) for name in ("q", "k", "v", "keep")}
     with Work() as work:
         output, log_sum = function(*given.values(), case.inputs["causal"], case.inputs["block"])
     changed = not all(np.array_equal(case.inputs[name], tensor.numpy()) for name, tensor in given.items())
@@ -70,7 +69,7 @@ def visible(case: Case) -> np.ndarray:
     return np.tril(seen) if case.inputs["causal"] else seen
 
 
-def by_matrix(case: Case) -> tuple[np.ndarray, np.ndarray]:
+def by_matrix(case: Case) -> dict[str, np.ndarray]:
     """Output and log-sum-exp in float64, with the whole matrix."""
     q, k, v = (case.inputs[name].astype(np.float64) for name in ("q", "k", "v"))
     k, v = (np.repeat(one, q.shape[1] // one.shape[1], 1) for one in (k, v))
@@ -80,32 +79,25 @@ def by_matrix(case: Case) -> tuple[np.ndarray, np.ndarray]:
     worth = np.exp(scores - most)
     total = worth.sum(-1, keepdims=True)
     with np.errstate(divide="ignore"):
-        return worth / np.where(total > 0, total, 1) @ v, (most + np.log(total))[..., 0]
+        return {"output": worth / np.where(total > 0, total, 1) @ v, "log_sum": (most + np.log(total))[..., 0]}
 
 
 def attended(*kinds: str) -> Rule:
     """A rule: the output, in cases of some kinds."""
+    return kit.equals("output", by_matrix, *kinds, of="output", on_all=True, tolerance=2e-5)
 
-    def rule(case: Case, seen: Seen) -> Miss | None:
-        right = [by_matrix(case)[0]]
-        array(seen, 0, "output", right[0].shape)
-        if USUAL in kinds and seen[0].get("changed") is not False:
-            return Miss("q, k, v and keep as they were", "one of them was written into")
-        return near(seen, "output", right, 2e-5) if case.inputs["kind"] in kinds else None
 
-    return rule
+def untouched(case: Case, seen: Seen) -> Miss | None:
+    array(seen, 0, "output", case.inputs["q"].shape)
+    return kit.unless(seen[0].get("changed") is False, "q, k, v and keep as they were", "one of them was written into")
 
 
 def log_sums(case: Case, seen: Seen) -> Miss | None:
-    right = by_matrix(case)[1]
+    right = by_matrix(case)["log_sum"]
     actual = array(seen, 0, "log_sum", right.shape)
     with np.errstate(invalid="ignore"):
         near_it = np.isfinite(right) & (np.abs(actual - right) <= 2e-5 * np.maximum(1, np.abs(right)))
-    wrong = (actual != right) & ~near_it
-    if not wrong.any():
-        return None
-    place = tuple(map(int, np.argwhere(wrong)[0]))
-    return Miss(f"log_sum{list(place)} = {right[place]:.6g}", f"{actual[place]:.6g}")
+    return kit.first_wrong((actual != right) & ~near_it, "log_sum", right, actual, 6)
 
 
 def no_matrix(case: Case, seen: Seen) -> Miss | None:
@@ -115,13 +107,8 @@ def no_matrix(case: Case, seen: Seen) -> Miss | None:
     array(seen, 0, "output", (batch, heads, tokens, width))
     most = batch * heads * max(-(-tokens // block) * block * width, block**2)
     actual = number(seen, 0, "largest")
-    if 0 < actual <= most:
-        return None
-    return Miss(
-        f"no tensor of more than {most} elements",
-        f"one of {actual:g}",
-        note=f"q has {case.inputs['q'].size} elements, the matrix of scores {batch * heads * tokens**2}",
-    )
+    note = f"q has {case.inputs['q'].size} elements, the matrix of scores {batch * heads * tokens**2}"
+    return kit.unless(0 < actual <= most, f"no tensor of more than {most} elements", f"one of {actual:g}", note)
 
 
 def needed_products(case: Case, seen: Seen) -> Miss | None:
@@ -137,25 +124,17 @@ def needed_products(case: Case, seen: Seen) -> Miss | None:
     )
     most, least = 4 * width * heads * batch * pairs, 4 * width * heads * int(visible(case).sum())
     actual = number(seen, 0, "flops")
-    if least <= actual <= most:
-        return None
-    return Miss(f"{most} FLOPs in matrix products at most, {least} at least", f"{actual:g}")
+    said = f"{most} FLOPs in matrix products at most, {least} at least"
+    return kit.unless(least <= actual <= most, said, f"{actual:g}")
 
 
 ATTENTION = Task(
-    name="flash.attention",
-    lesson=LESSON,
-    function="flash_attention",
-    title="Attention without its matrix",
-    difficulty=4,
-    importance=5,
-    minutes=45,
+    **kit.about("flash.attention"),
     draw=in_turn(flash_case, 8),
     observe=observe_flash,
-    needs_ranks=False,
     essential=("output", "large scores", "no matrix"),
     properties={
-        "output": Property(3, attended(USUAL, LONG)),
+        "output": Property(3, kit.all_of(untouched, attended(USUAL, LONG))),
         "log of the sum": Property(1, log_sums),
         "large scores": Property(2, attended(LARGE)),
         "queries that see nothing": Property(1, attended(BLIND)),
@@ -163,5 +142,3 @@ ATTENTION = Task(
         "no block beyond the diagonal": Property(2, needed_products),
     },
 )
-
-ALL = (ATTENTION,)

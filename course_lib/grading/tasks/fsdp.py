@@ -3,7 +3,7 @@
 import random
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import NAMES, Seen, events, number, result, short
-from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.drawing import WORLDS, each_world, entry, numbers
-from course_lib.grading.tasks.prepared import few_bytes
+from course_lib.grading.rules import Seen, events, number
+from course_lib.grading.task import Case, Miss, Property, Rule, Task
+from course_lib.grading.tasks import kit
+from course_lib.grading.tasks.drawing import each_world, entry, numbers
 
-LESSON = "06_fsdp"
 NAPS = 200
 
 
@@ -33,20 +32,15 @@ def layers_case(rng: random.Random, world: int, layers: int | None = None, dtype
     }
 
 
-def draw_layers(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
-    """Some layers on each number of ranks, a model of one layer on two, and weights in two bytes."""
-    return [
-        *each_world(layers_case)(rng, worlds),
-        Case(2, layers_case(rng, 2, layers=1)),
-        Case(2, layers_case(rng, 2, dtype="bfloat16")),
-    ]
+draw_layers = each_world(layers_case, (2, 1), (2, None, "bfloat16"))
+"""Some layers on each number of ranks, a model of one layer on two, and weights in two bytes."""
 
 
 def shard(weight: np.ndarray, rank: int, ranks: int) -> Tensor:
     """A rank's run of a flattened weight, padded with zeros to a multiple of the ranks."""
     padded = np.zeros(-(-weight.size // ranks) * ranks, dtype=np.float32)
     padded[: weight.size] = weight.reshape(-1)
-    return torch.from_numpy(np.split(padded, ranks)[rank].copy())
+    return kit.tensor(np.split(padded, ranks)[rank])
 
 
 def shards_alone(weights: list[np.ndarray], rank: int, ranks: int) -> list[np.ndarray]:
@@ -92,8 +86,8 @@ def observe_forward(function: Callable[..., Any], case: Case, rank: int) -> dict
         return result
 
     with Recorder() as record:
-        output = function(torch.from_numpy(case.inputs["rows"][rank].copy()), shards, shapes, compute)
-    return {"output": plain(output), "events": record.events, "alive": alive}
+        output = function(kit.tensor(case.inputs["rows"][rank]), shards, shapes, compute)
+    return kit.noted(record, output=output, alive=alive)
 
 
 def outputs(case: Case) -> list[np.ndarray]:
@@ -105,100 +99,74 @@ def outputs(case: Case) -> list[np.ndarray]:
     return made
 
 
-def each_gathered_once(case: Case, seen: Seen) -> Miss | None:
-    ranks = case.world_size
-    width = getattr(torch, case.inputs["dtype"]).itemsize
-    right = [f"all_gather {width * -(-weight.size // ranks) * ranks}" for weight in case.inputs["weights"]]
-    for rank in range(ranks):
-        issued = [event for event in events(seen, rank) if event.split()[0] in NAMES]
-        if issued != right:
-            return Miss(short(", ".join(right)), short(", ".join(issued) or "no collective"), rank)
-    return None
+def gathers(case: Case) -> list[str]:
+    """Each weight gathered once."""
+    ranks, width = case.world_size, getattr(torch, case.inputs["dtype"]).itemsize
+    return [f"all_gather {width * -(-weight.size // ranks) * ranks}" for weight in case.inputs["weights"]]
+
+
+def before_each(seen: Seen, rank: int, name: str) -> list[int]:
+    """How many events of a name there were before each layer computed."""
+    happened = events(seen, rank)
+    return [kit.count(happened[:place], name) for place, event in enumerate(happened) if event == "compute"]
 
 
 def gathered_ahead(ahead: int) -> Rule:
     """Rule: when layer i computes, it and ``ahead`` more layers have begun to be gathered."""
 
-    def rule(case: Case, seen: Seen) -> Miss | None:
-        layers = len(case.inputs["weights"])
-        for rank in range(case.world_size):
-            issued = computed = 0
-            for event in events(seen, rank):
-                issued += event.startswith("all_gather")
-                if event == "compute":
-                    due = min(computed + 1 + ahead, layers)
-                    if issued != due:
-                        return Miss(f"{due} gathers begun when layer {computed} computes", f"{issued}", rank)
-                    computed += 1
-            if computed != layers:
-                return Miss(f"{layers} layers computed", f"{computed}", rank)
-        return None
+    @kit.each_rank
+    def rule(case: Case, seen: Seen, rank: int) -> Miss | None:
+        layers, begun = len(case.inputs["weights"]), before_each(seen, rank, "all_gather")
+        for layer, issued in enumerate(begun):
+            due = min(layer + 1 + ahead, layers)
+            if issued != due:
+                return Miss(f"{due} gathers begun when layer {layer} computes", f"{issued}")
+        return kit.unless(len(begun) == layers, f"{layers} layers computed", f"{len(begun)}")
 
     return rule
 
 
-def let_go(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        alive = number(seen, rank, "alive")
-        if alive != 1:
-            return Miss("used weights freed: one alive while a layer computes", f"{alive:.0f}", rank)
-    return None
+@kit.each_rank
+def let_go(case: Case, seen: Seen, rank: int) -> Miss | None:
+    alive = number(seen, rank, "alive")
+    return kit.unless(alive == 1, "used weights freed: one alive while a layer computes", f"{alive:.0f}")
 
 
-def waits_when_due(case: Case, seen: Seen) -> Miss | None:
-    """Rule: when layer i computes, no more than i + 1 gathers have been waited for."""
-    for rank in range(case.world_size):
-        waited = computed = 0
-        for event in events(seen, rank):
-            waited += event == "wait"
-            if event == "compute":
-                computed += 1
-                if waited != computed:
-                    return Miss(f"{computed} gathers waited for when layer {computed - 1} computes", f"{waited}", rank)
-        if not computed:
-            return Miss("layers that compute", "none", rank)
-    return None
+@kit.each_rank
+def waits_when_due(case: Case, seen: Seen, rank: int) -> Miss | None:
+    """When layer i computes, no more than i + 1 gathers have been waited for."""
+    waits = before_each(seen, rank, "wait")
+    for layer, waited in enumerate(waits):
+        if waited != layer + 1:
+            return Miss(f"{layer + 1} gathers waited for when layer {layer} computes", f"{waited}")
+    return kit.unless(waits, "layers that compute", "none")
 
 
-GATHER = Task(
-    name="fsdp.gather",
-    lesson=LESSON,
-    function="sharded_forward",
-    title="Gather, compute, free",
-    difficulty=3,
-    importance=5,
-    minutes=25,
-    draw=draw_layers,
-    observe=observe_forward,
-    own={"weights": shards_alone, "rows": entry},
-    essential=("output", "freed", "one layer at a time"),
-    properties={
-        "output": Property(2, result("output", outputs)),
-        "each gathered once": Property(1, each_gathered_once),
-        "freed": Property(2, let_go),
-        "one layer at a time": Property(2, gathered_ahead(0)),
-    },
+def forward_task(name: str, essential: tuple[str, ...], freed: int, properties: dict[str, Property]) -> Task:
+    """A forward pass by gathered weights, with the properties that say when they are gathered."""
+    return Task(
+        **kit.about(name),
+        draw=draw_layers,
+        observe=observe_forward,
+        own={"weights": shards_alone, "rows": entry},
+        essential=("output", *essential),
+        properties={
+            "output": Property(2, kit.equals("output", outputs)),
+            "each gathered once": Property(1, kit.made_are(gathers)),
+            "freed": Property(freed, let_go),
+            **properties,
+        },
+    )
+
+
+GATHER = forward_task(
+    "fsdp.gather", ("freed", "one layer at a time"), 2, {"one layer at a time": Property(2, gathered_ahead(0))}
 )
-
-PREFETCH = Task(
-    name="fsdp.prefetch",
-    lesson=LESSON,
-    function="prefetching_forward",
-    title="Gather the next layer ahead of time",
-    difficulty=4,
-    importance=4,
-    minutes=25,
-    draw=draw_layers,
-    observe=observe_forward,
-    own={"weights": shards_alone, "rows": entry},
-    essential=("output", "one layer ahead", "does not block"),
-    properties={
-        "output": Property(2, result("output", outputs)),
-        "each gathered once": Property(1, each_gathered_once),
-        "freed": Property(1, let_go),
-        "one layer ahead": Property(2, gathered_ahead(1)),
-        "does not block": Property(2, waits_when_due),
-    },
+PREFETCH = forward_task(
+    "fsdp.prefetch",
+    ("one layer ahead", "does not block"),
+    1,
+    {"one layer ahead": Property(2, gathered_ahead(1)), "does not block": Property(2, waits_when_due)},
 )
 
 
@@ -216,10 +184,10 @@ def clip_case(rng: random.Random, world: int) -> dict:
 
 
 def observe_clip(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    gradients = [torch.from_numpy(gradient.copy()) for gradient in case.inputs["gradients"][rank]]
+    gradients = list(map(kit.tensor, case.inputs["gradients"][rank]))
     with Recorder() as record:
         norm = function(gradients, case.inputs["max_norm"])
-    return {"norm": plain(norm), "gradients": plain(torch.cat(gradients)), "events": record.events}
+    return kit.noted(record, norm=norm, gradients=torch.cat(gradients))
 
 
 def norm(case: Case) -> float:
@@ -240,22 +208,14 @@ def draw_clip(rng: random.Random, worlds: Any = (1, 2, 3)) -> list[Case]:
 
 
 CLIP = Task(
-    name="fsdp.clip",
-    lesson=LESSON,
-    function="clip",
-    title="Clip by the norm of all shards",
-    difficulty=2,
-    importance=4,
-    minutes=15,
+    **kit.about("fsdp.clip"),
     draw=draw_clip,
     observe=observe_clip,
     own={"gradients": entry},
     essential=("norm", "scaled"),
     properties={
-        "norm": Property(2, result("norm", lambda case: [norm(case)] * case.world_size)),
-        "scaled": Property(2, result("gradients", clipped)),
-        "few bytes": Property(1, few_bytes(16)),
+        "norm": Property(2, kit.equals("norm", norm, on_all=True)),
+        "scaled": Property(2, kit.equals("gradients", clipped)),
+        "few bytes": Property(1, kit.few_bytes(16)),
     },
 )
-
-ALL = (GATHER, PREFETCH, CLIP)

@@ -3,7 +3,7 @@
 import gc
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import NAMES, Seen, events, items, number, result, short
-from course_lib.grading.task import Case, Miss, Property, Task, plain
-from course_lib.grading.tasks.drawing import WORLDS, entry, numbers
+from course_lib.grading.rules import NAMES, Seen, events, items, number, short
+from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
+from course_lib.grading.tasks.drawing import each_world, entry, numbers
 from course_lib.grading.tasks.fsdp import shard
+from course_lib.grading.tasks.models import all_gradients, descend
 
-LESSON = "06_fsdp"
 STEPS = 2
 RATE = 0.25
 ROWS = 2
@@ -32,10 +33,6 @@ def sharded_case(rng: random.Random, world: int) -> dict:
         "frozen": rng.choice((0, 2)),
         "rows": [[numbers(rng, ROWS, width) for _ in range(STEPS)] for _ in range(world)],
     }
-
-
-def draw_sharded(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
-    return [Case(world, sharded_case(rng, world)) for world in worlds]
 
 
 def whole_weights(sizes: range) -> int:
@@ -64,8 +61,9 @@ def observe_sharded(function: Callable[..., Any], case: Case, rank: int) -> dict
     size = given["weights"][0].size
     sizes = range(size, size + case.world_size)  # with its padding
     before = whole_weights(sizes)
-    layers = [function(torch.from_numpy(weight.copy())) for weight in given["weights"]]
+    layers = [function(kit.tensor(weight)) for weight in given["weights"]]
     layers[given["frozen"]].shard.requires_grad_(False)
+    shards = [layer.shard for layer in layers]
     parameters = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     steps: dict[str, list[np.ndarray]] = {"output": [], "x": [], "gradients": []}  # tensors of ours would be counted
     kept = saved = 0
@@ -79,7 +77,7 @@ def observe_sharded(function: Callable[..., Any], case: Case, rank: int) -> dict
         for rows in given["rows"][rank]:
             for layer in layers:
                 layer.zero_grad()
-            first = x = torch.from_numpy(rows.copy()).requires_grad_()
+            first = x = kit.tensor(rows).requires_grad_()
             record.note("forward")
             with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
                 for number_ in given["order"]:
@@ -90,62 +88,40 @@ def observe_sharded(function: Callable[..., Any], case: Case, rank: int) -> dict
             kept = max(kept, kept_since(before, sizes))
             steps["output"].append(plain(x))
             steps["x"].append(plain(first.grad))
-            steps["gradients"].append(
-                np.concatenate(
-                    [
-                        plain(torch.zeros_like(layer.shard) if layer.shard.grad is None else layer.shard.grad)
-                        for layer in layers
-                    ]
-                )
-            )
-            with torch.no_grad():
-                for layer in layers:
-                    if layer.shard.grad is not None:
-                        layer.shard.sub_(RATE * layer.shard.grad)
-    return {
-        **{name: np.stack(arrays) for name, arrays in steps.items()},
-        "parameters": parameters,
-        "kept": kept,
-        "saved": saved,
-        "events": record.events,
-    }
+            steps["gradients"].append(plain(all_gradients(shards)))
+            descend(shards, RATE)
+    arrays = {name: np.stack(values) for name, values in steps.items()}
+    return kit.noted(record, parameters=parameters, kept=kept, saved=saved, **arrays)
 
 
 def by_whole_weights(case: Case) -> dict[str, list[np.ndarray]]:
     """Outputs, gradients of x and each rank's shards of the mean gradients, by weights that are whole."""
     given, world = case.inputs, case.world_size
-    weights = [
-        torch.from_numpy(weight.copy()).requires_grad_(i != given["frozen"])
-        for i, weight in enumerate(given["weights"])
-    ]
-    outputs: list[list[np.ndarray]] = [[] for _ in range(world)]
-    of_x: list[list[np.ndarray]] = [[] for _ in range(world)]
-    shards: list[list[np.ndarray]] = [[] for _ in range(world)]
+    weights = [kit.tensor(weight).requires_grad_(i != given["frozen"]) for i, weight in enumerate(given["weights"])]
+    made: dict[str, list[list[Any]]] = {name: [[] for _ in range(world)] for name in ("output", "x", "gradients")}
     for step in range(STEPS):
         for weight in weights:
             weight.grad = None
         for rank in range(world):
-            first = x = torch.from_numpy(given["rows"][rank][step].copy()).requires_grad_()
+            first = x = kit.tensor(given["rows"][rank][step]).requires_grad_()
             for number_ in given["order"]:
                 x = torch.tanh(x @ weights[number_].T)
             x.square().sum().backward()
-            assert first.grad is not None
-            outputs[rank].append(x.detach().numpy())
-            of_x[rank].append(first.grad.numpy())
+            made["output"][rank].append(plain(x))
+            made["x"][rank].append(plain(first.grad))
         means = [np.zeros(w.shape, np.float32) if w.grad is None else w.grad.numpy() / world for w in weights]
         for rank in range(world):
-            shards[rank].append(np.concatenate([shard(mean, rank, world).numpy() for mean in means]))
-        with torch.no_grad():
-            for weight, mean in zip(weights, means, strict=True):
-                weight.sub_(RATE * torch.from_numpy(mean))
-    return {
-        "output": [np.stack(mine) for mine in outputs],
-        "x": [np.stack(mine) for mine in of_x],
-        "gradients": [np.stack(mine) for mine in shards],
-    }
+            made["gradients"][rank].append(np.concatenate([shard(mean, rank, world).numpy() for mean in means]))
+        descend(weights, RATE / world)
+    return {name: list(map(np.stack, by_rank)) for name, by_rank in made.items()}
 
 
-def as_due(case: Case, seen: Seen) -> Miss | None:
+def by_step(key: str) -> Rule:
+    return kit.equals(key, by_whole_weights, of=key, first_step=0)
+
+
+@kit.each_rank
+def as_due(case: Case, seen: Seen, rank: int) -> Miss | None:
     """Forward a gather for each use; backward, in turn, a gather and, unless it is frozen, a reduce-scatter."""
     given, world = case.inputs, case.world_size
     size = 4 * world * -(-given["weights"][0].size // world)
@@ -153,52 +129,34 @@ def as_due(case: Case, seen: Seen) -> Miss | None:
     right = ["forward", *[gather] * len(given["order"]), "backward"]
     for number_ in reversed(given["order"]):
         right += [gather] + [scatter] * (number_ != given["frozen"])
-    for rank in range(world):
-        made = [event for event in events(seen, rank) if event.split()[0] in (*NAMES, "forward", "backward")]
-        if made != right * STEPS:
-            at = next((i for i, (a, b) in enumerate(zip(made, right * STEPS, strict=False)) if a != b), len(made))
-            return Miss(
-                f"{short(', '.join((right * STEPS)[at : at + 3]))} as event {at}",
-                short(", ".join(made[at : at + 3]) or "nothing more"),
-                rank,
-            )
-    return None
+    made = [event for event in events(seen, rank) if event.split()[0] in (*NAMES, "forward", "backward")]
+    return kit.first_apart(right * STEPS, made)
 
 
-def let_go(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def let_go(case: Case, seen: Seen, rank: int) -> Miss | None:
     """Between the uses of a weight nobody has it whole: no tensor, and nothing that autograd saved."""
-    size = case.inputs["weights"][0].size
+    size, held = case.inputs["weights"][0].size, items(seen, rank, "parameters", int)
     run = -(-size // case.world_size)
-    for rank in range(case.world_size):
-        held = items(seen, rank, "parameters", int)
-        if held != [run] * len(case.inputs["weights"]):
-            return Miss(f"parameters of {run} elements in each layer", short(held), rank)
-        kept, saved = number(seen, rank, "kept"), number(seen, rank, "saved")
-        if case.world_size > 1 and (kept > 0 or saved >= size):
-            what = f"{kept:.0f} tensors as large as a weight" if kept else "a whole weight, saved for backward"
-            return Miss("no whole weight kept from forward to backward", what, rank)
-    return None
+    if held != [run] * len(case.inputs["weights"]):
+        return Miss(f"parameters of {run} elements in each layer", short(held))
+    kept, saved = number(seen, rank, "kept"), number(seen, rank, "saved")
+    fits = case.world_size == 1 or (kept <= 0 and saved < size)
+    what = f"{kept:.0f} tensors as large as a weight" if kept else "a whole weight, saved for backward"
+    return kit.unless(fits, "no whole weight kept from forward to backward", what)
 
 
 MODULE = Task(
-    name="fsdp.module",
-    lesson=LESSON,
-    function="ShardedLinear",
-    title="Build it: a sharded layer with its backward",
-    difficulty=5,
-    importance=5,
-    minutes=60,
-    draw=draw_sharded,
+    **kit.about("fsdp.module"),
+    draw=each_world(sharded_case),
     observe=observe_sharded,
     own={"rows": entry},
     essential=("gradients", "freed"),
     properties={
-        "output": Property(2, result("output", lambda case: by_whole_weights(case)["output"], first_step=0)),
-        "gradient of x": Property(2, result("x", lambda case: by_whole_weights(case)["x"], first_step=0)),
-        "gradients": Property(3, result("gradients", lambda case: by_whole_weights(case)["gradients"], first_step=0)),
+        "output": Property(2, by_step("output")),
+        "gradient of x": Property(2, by_step("x")),
+        "gradients": Property(3, by_step("gradients")),
         "collectives": Property(2, as_due),
         "freed": Property(3, let_go),
     },
 )
-
-ALL = (MODULE,)

@@ -8,7 +8,7 @@ from typing import Any
 from course_lib.errors import EXIT_RESUME
 from course_lib.grading.rules import Seen, items, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.cloud import LESSON
+from course_lib.grading.tasks import kit
 
 NOTICE_SECONDS = 120
 """Between a spot machine's signal and its end."""
@@ -93,13 +93,11 @@ def log_of(case: Case, seen: Seen, rank: int) -> list[str]:
 def on_each_rank(word: str, due: Callable[[Case], list[int]]) -> Rule:
     """A rule: the numbers noted with a word are those due, on each rank, and nobody was ended."""
 
-    def rule(case: Case, seen: Seen) -> Miss | None:
-        right = [f"{word} {number}" for number in due(case)]
-        for rank in range(case.world_size):
-            log = log_of(case, seen, rank)
-            if [entry for entry in log if entry.startswith((word, "killed"))] != right:
-                return Miss(f"{right[0]} ... {right[-1]}", short(", ".join(log[-6:])), rank)
-        return None
+    @kit.each_rank
+    def rule(case: Case, seen: Seen, rank: int) -> Miss | None:
+        right, log = [f"{word} {number}" for number in due(case)], log_of(case, seen, rank)
+        fits = [entry for entry in log if entry.startswith((word, "killed"))] == right
+        return kit.unless(fits, f"{right[0]} ... {right[-1]}", kit.listed(log[-6:], ""))
 
     return rule
 
@@ -121,39 +119,25 @@ def in_time(case: Case, seen: Seen) -> Miss | None:
     seconds = sum(
         case.inputs[f"{word}_seconds"] for word in ("step", "save") for entry in begun if entry.startswith(word)
     )
-    return (
-        None
-        if seconds <= NOTICE_SECONDS
-        else Miss(f"an end within {NOTICE_SECONDS} s of the signal", f"{seconds} s: {short(', '.join(begun))}")
-    )
+    fits, found = seconds <= NOTICE_SECONDS, f"{seconds} s: {kit.listed(begun, '')}"
+    return kit.unless(fits, f"an end within {NOTICE_SECONDS} s of the signal", found)
 
 
-def code_is(case: Case, seen: Seen) -> Miss | None:
-    right = 0 if case.inputs["at"] is None else EXIT_RESUME
-    for rank in range(case.world_size):
-        log_of(case, seen, rank)
-        code = seen[rank].get("code")
-        if type(code) is not int or code != right:
-            return Miss(f"exit code {right}", short(code), rank)
-    return None
+@kit.each_rank
+def code_is(case: Case, seen: Seen, rank: int) -> Miss | None:
+    log_of(case, seen, rank)
+    right, code = 0 if case.inputs["at"] is None else EXIT_RESUME, seen[rank].get("code")
+    return kit.unless(type(code) is int and code == right, f"exit code {right}", short(code))
 
 
-def handler_is_back(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        log_of(case, seen, rank)
-        if seen[rank].get("handler") is not True:
-            return Miss("SIGTERM's handler as it was before", "another", rank)
-    return None
+@kit.each_rank
+def handler_is_back(case: Case, seen: Seen, rank: int) -> Miss | None:
+    log_of(case, seen, rank)
+    return kit.unless(seen[rank].get("handler") is True, "SIGTERM's handler as it was before", "another")
 
 
 INTERRUPTION = Task(
-    name="cloud.interruption",
-    lesson=LESSON,
-    function="run_until_asked",
-    title="Two minutes' notice",
-    difficulty=4,
-    importance=5,
-    minutes=35,
+    **kit.about("cloud.interruption"),
     draw=notice_cases,
     observe=observe_notice,
     essential=("steps", "checkpoints"),
@@ -165,5 +149,3 @@ INTERRUPTION = Task(
         "handler": Property(1, handler_is_back),
     },
 )
-
-ALL = (INTERRUPTION,)

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, array, events, result, short
+from course_lib.grading.rules import Seen, array, events, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
-from course_lib.grading.tasks.ddp_module import Gated
+from course_lib.grading.tasks import kit
+from course_lib.grading.tasks.ddp_module import Gated, gated_rows
 from course_lib.grading.tasks.drawing import WORLDS, entry, in_turn, numbers
-from course_lib.grading.tasks.models import odd_case
-from course_lib.grading.tasks.zero_optimizer import Optimizer, all_weights
-
-LESSON = "18_talking_less"
-
+from course_lib.grading.tasks.models import all_weights, learning, odd_case
+from course_lib.grading.tasks.zero_optimizer import Optimizer
 
 # --- less.link ---
 
@@ -58,15 +56,8 @@ def link_case(rng: random.Random, place: int) -> dict:
         }
     if kind == NEVER:
         ways = {name: way | {"steps": None} for name, way in ways.items()}
-    return {
-        "ranks": ranks,
-        "size": size,
-        "latency": latency,
-        "rate": rate,
-        "compute": compute,
-        "share": share,
-        "ways": ways,
-    }
+    link = {"ranks": ranks, "size": size, "latency": latency, "rate": rate}
+    return {**link, "compute": compute, "share": share, "ways": ways}
 
 
 def observe_link(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -90,9 +81,8 @@ def on_a_link(case: Case) -> tuple[int, dict[str, Fraction | None], str | None]:
 
 
 def fewest_steps(case: Case, seen: Seen) -> Miss | None:
-    right = on_a_link(case)[0]
-    counted = array(seen, 0, "local_steps", ())
-    return None if counted == right else Miss(f"{right} local steps", f"{counted:g}")
+    right, counted = on_a_link(case)[0], array(seen, 0, "local_steps", ())
+    return kit.unless(counted == right, f"{right} local steps", f"{counted:g}")
 
 
 def seconds_to_the_loss(case: Case, seen: Seen) -> Miss | None:
@@ -109,22 +99,14 @@ def seconds_to_the_loss(case: Case, seen: Seen) -> Miss | None:
 
 def first_there(case: Case, seen: Seen) -> Miss | None:
     right, first = on_a_link(case)[2], seen[0].get("first", "")
-    if type(first) is not type(right) or first != right or not isinstance(seen[0].get("seconds"), dict):
-        return Miss(f"first: {right}", short(first))
-    return None
+    fits = type(first) is type(right) and first == right and isinstance(seen[0].get("seconds"), dict)
+    return kit.unless(fits, f"first: {right}", short(first))
 
 
 LINK = Task(
-    name="less.link",
-    lesson=LESSON,
-    function="first_on_link",
-    title="Who is first on this link?",
-    difficulty=2,
-    importance=5,
-    minutes=20,
+    **kit.about("less.link"),
     draw=in_turn(link_case, 8),
     observe=observe_link,
-    needs_ranks=False,
     essential=("first",),
     properties={
         "local steps": Property(2, fewest_steps),
@@ -155,10 +137,7 @@ def gated_case(rng: random.Random, world: int, steps: int) -> dict:
     """A chain with an odd weight of each kind, and rows of which every second batch of a rank passes its gate."""
     case = odd_case(rng, world)
     width = case["weights"][0].shape[1]
-    rows = [[numbers(rng, 4, width) for _ in range(steps)] for _ in range(world)]
-    for rank, batches in enumerate(rows):
-        for step, batch in enumerate(batches):
-            batch[0, 0] = (1 if (rank + step) % 2 == 0 else -1) * (abs(batch[0, 0]) + 0.5)
+    rows = gated_rows(rng, world, steps, width)
     return case | {"extra": numbers(rng, width, width), "rows": rows}
 
 
@@ -174,7 +153,7 @@ def draw_averages(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Ca
 def states_of(model: nn.Module, optimizer: Optimizer) -> Tensor:
     """A rank's own states: those of its optimizer, in the order of the parameters, and its buffers."""
     states = [state for parameter in model.parameters() for state in optimizer.state.get(parameter, {}).values()]
-    return torch.cat([value.detach().reshape(-1) for value in [*states, *model.buffers()]])
+    return all_weights([*states, *model.buffers()])
 
 
 def observe_average(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -187,8 +166,8 @@ def observe_average(function: Callable[..., Any], case: Case, rank: int) -> dict
             record.note("step")
             model(torch.from_numpy(rows)).square().mean().backward()
             step()
-            weights.append(all_weights(model).clone())
-    return {"weights": plain(torch.stack(weights)), "own": plain(states_of(model, optimizer)), "events": record.events}
+            weights.append(all_weights(model.parameters()))
+    return kit.noted(record, weights=torch.stack(weights), own=states_of(model, optimizer))
 
 
 def local_steps(
@@ -203,7 +182,7 @@ def local_steps(
         yield number
 
 
-def averaged(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def averaged(case: Case) -> dict[str, list[np.ndarray]]:
     """By rank: the weights after each step, and what is its own at the end."""
     models = [Averaged(case.inputs) for _ in range(case.world_size)]
     optimizers = [Optimizer(case.inputs["optimizer"], model.parameters()) for model in models]
@@ -215,59 +194,41 @@ def averaged(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
                 for copy in copies:
                     copy.data.copy_(mean)
         for kept, model in zip(weights, models, strict=True):
-            kept.append(all_weights(model).numpy().copy())
-    return [np.stack(kept) for kept in weights], [
-        plain(states_of(*pair)) for pair in zip(models, optimizers, strict=True)
-    ]
+            kept.append(all_weights(model.parameters()).numpy())
+    own = [states_of(*pair).numpy() for pair in zip(models, optimizers, strict=True)]
+    return {"weights": [np.stack(kept) for kept in weights], "own": own}
 
 
 def by_step(seen: Seen, rank: int, steps: int) -> list[list[str]]:
     """The collectives that a rank issued in each step; raises Malformed where there are not so many steps."""
-    parts: list[list[str]] = [[]]
-    for event in events(seen, rank):
-        if event == "step":
-            parts.append([])
-        elif event != "wait":
-            parts[-1].append(event)
-    if len(parts) != steps + 1 or parts[0]:
-        raise Malformed(
-            Miss(f"nothing before {steps} steps", short(", ".join(parts[0])) or f"{len(parts) - 1} steps", rank)
-        )
-    return parts[1:]
+    noted = [event for event in events(seen, rank) if event != "wait"]
+    before = noted[: noted.index("step") if "step" in noted else None]
+    parts = kit.by_step([{"events": noted}], 0)
+    if len(parts) != steps or before:
+        raise Malformed(Miss(f"nothing before {steps} steps", kit.listed(before, f"{len(parts)} steps"), rank))
+    return parts
 
 
-def once_per_period(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def once_per_period(case: Case, seen: Seen, rank: int) -> Miss | None:
     """One all-reduce of all trained weights in every H-th step, nothing in the others."""
-    size = sum(parameter.nbytes for parameter in Averaged(case.inputs).parameters() if parameter.requires_grad)
-    for rank in range(case.world_size):
-        for number, made in enumerate(by_step(seen, rank, len(case.inputs["rows"][0])), 1):
-            right = [f"all_reduce {size}"] * (number % case.inputs["every"] == 0)
-            if made != right:
-                return Miss(
-                    f"{', '.join(right) or 'no collective'} in step {number}",
-                    short(", ".join(made) or "no collective"),
-                    rank,
-                )
+    size = sum(parameter.nbytes for parameter in learning(Averaged(case.inputs)))
+    for number, made in enumerate(by_step(seen, rank, len(case.inputs["rows"][0])), 1):
+        right = [f"all_reduce {size}"] * (number % case.inputs["every"] == 0)
+        if made != right:
+            return Miss(f"{kit.listed(right)} in step {number}", kit.listed(made))
     return None
 
 
 AVERAGE = Task(
-    name="less.average",
-    lesson=LESSON,
-    function="local_sgd",
-    title="Agree now and then",
-    difficulty=2,
-    importance=5,
-    minutes=20,
+    **kit.about("less.average"),
     draw=draw_averages,
     observe=observe_average,
     own={"rows": entry},
     essential=("weights", "once per period"),
     properties={
-        "weights": Property(3, result("weights", lambda case: averaged(case)[0], first_step=1)),
-        "each rank's own": Property(1, result("own", lambda case: averaged(case)[1])),
+        "weights": Property(3, kit.equals("weights", averaged, of="weights", first_step=1)),
+        "each rank's own": Property(1, kit.equals("own", averaged, of="own")),
         "once per period": Property(2, once_per_period),
     },
 )
-
-ALL = (LINK, AVERAGE)

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, array, made_by, near, only, short
+from course_lib.grading.rules import Seen, array, made_by, near, short
 from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import WORLDS, entry, numbers
-from course_lib.grading.tasks.less import LESSON
 
 # --- less.int8 ---
 
@@ -35,20 +35,16 @@ def int8_case(rng: random.Random, world: int, kind: str, blocks: int) -> dict:
 
 def draw_int8(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
     """Each number of ranks; fewer blocks than ranks; numbers that are not finite; and bf16."""
-    kinds = [
-        *((world, FINITE, rng.randrange(4, 7)) for world in worlds),
-        (worlds[-1], FINITE, 1),
-        (2, BROKEN, 4),
-        (2, HALF, 5),
-    ]
+    usual = [(world, FINITE, rng.randrange(4, 7)) for world in worlds]
+    kinds = [*usual, (worlds[-1], FINITE, 1), (2, BROKEN, 4), (2, HALF, 5)]
     return [Case(world, int8_case(rng, world, kind, blocks)) for world, kind, blocks in kinds]
 
 
 def observe_int8(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    mine = torch.from_numpy(case.inputs["values"][rank].copy())
+    mine = kit.tensor(case.inputs["values"][rank])
     with Recorder() as record:
         total = function(mine.bfloat16() if case.inputs["kind"] == HALF else mine, case.inputs["block"])
-    return {"total": plain(total), "dtype": str(total.dtype), "events": record.events}
+    return kit.noted(record, total=total, dtype=str(total.dtype))
 
 
 def summed(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -70,85 +66,61 @@ def summed(case: Case) -> tuple[np.ndarray, np.ndarray]:
 def off_by_half_a_scale(kind: str) -> Rule:
     """A rule: blocks of finite numbers are as near as their scales are fine, of the dtype that was given."""
 
-    def rule(case: Case, seen: Seen) -> Miss | None:
+    @kit.each_rank
+    def rule(case: Case, seen: Seen, rank: int) -> Miss | None:
         right, allowed = summed(case)
-        for rank in range(case.world_size):
-            total = array(seen, rank, "total", right.shape)
-            if (case.inputs["kind"] == HALF) != (kind == HALF):
-                continue
-            if seen[rank].get("dtype") != f"torch.{case.inputs['kind'].split(',')[0]}":
-                return Miss(f"a sum in {case.inputs['kind']}", short(seen[rank].get("dtype")), rank)
-            with np.errstate(invalid="ignore"):
-                wrong = np.isfinite(allowed) & ~(np.abs(total - right) <= allowed)
-            if wrong.any():
-                place = int(np.argmax(wrong))
-                return Miss(
-                    f"total[{place}] = {right[place]:.5g}, at most {allowed[place]:.2g} off",
-                    f"{total[place]:.5g}",
-                    rank,
-                    f"in block {place // case.inputs['block']}",
-                )
-        return None
+        total, dtype = array(seen, rank, "total", right.shape), seen[rank].get("dtype")
+        if (case.inputs["kind"] == HALF) != (kind == HALF):
+            return None
+        if dtype != f"torch.{case.inputs['kind'].split(',')[0]}":
+            return Miss(f"a sum in {case.inputs['kind']}", short(dtype))
+        with np.errstate(invalid="ignore"):
+            wrong = np.isfinite(allowed) & ~(np.abs(total - right) <= allowed)
+        place = int(np.argmax(wrong))
+        miss = kit.first_wrong(wrong, "total", right, total, said=f", at most {allowed[place]:.2g} off")
+        return kit.explained(miss, f"in block {place // case.inputs['block']}")
 
     return rule
 
 
-def broken_blocks(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def broken_blocks(case: Case, seen: Seen, rank: int) -> Miss | None:
     right, allowed = summed(case)
-    for rank in range(case.world_size):
-        total = array(seen, rank, "total", right.shape)
-        still = ~np.isfinite(allowed) & ~np.isnan(total)
-        if still.any():
-            place = int(np.argmax(still))
-            return Miss(
-                f"total[{place}] = nan",
-                f"{total[place]:.5g}",
-                rank,
-                f"in block {place // case.inputs['block']} a rank has a number that is not finite",
-            )
-    return None
+    total = array(seen, rank, "total", right.shape)
+    still = ~np.isfinite(allowed) & ~np.isnan(total)
+    note = f"in block {int(np.argmax(still)) // case.inputs['block']} a rank has a number that is not finite"
+    return kit.explained(kit.first_wrong(still, "total", np.full(right.shape, np.nan), total), note)
 
 
 def same_bits(key: str) -> Rule:
     """A rule: all ranks have what rank 0 has, to the last bit."""
 
-    def rule(case: Case, seen: Seen) -> Miss | None:
+    @kit.each_rank
+    def rule(case: Case, seen: Seen, rank: int) -> Miss | None:
         first = array(seen, 0, key)
-        for rank in range(1, case.world_size):
-            value = array(seen, rank, key, first.shape)
-            apart = (value != first) & ~(np.isnan(value) & np.isnan(first))
-            if apart.any():
-                place = tuple(map(int, np.argwhere(apart)[0]))
-                return Miss(f"{key}{list(place)} = {first[place]:.9g} as on rank 0", f"{value[place]:.9g}", rank)
-        return None
+        value = array(seen, rank, key, first.shape)
+        apart = (value != first) & ~(np.isnan(value) & np.isnan(first))
+        return kit.first_wrong(apart, key, first, value, 9, " as on rank 0")
 
     return rule
 
 
-def quarter_of_the_bytes(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def quarter_of_the_bytes(case: Case, seen: Seen, rank: int) -> Miss | None:
     """An all-to-all and an all-gather of a byte per element of whole blocks, and four per block."""
-    ranks, block = case.world_size, case.inputs["block"]
-    parts = -(-len(case.inputs["values"][0]) // (ranks * block))
-    most = ranks * parts * (block + 4)
-    for rank in range(ranks):
-        made = made_by(seen, rank)
-        for name in ("all_to_all", "all_gather"):
-            sizes = [int(event.split()[1]) for event in made if event.split()[0] == name]
-            others = [event for event in made if event.split()[0] not in ("all_to_all", "all_gather")]
-            if others or sum(sizes) > most or (ranks > 1 and not sizes):
-                return Miss(f"{name} of {most} bytes in all", short(", ".join(made) or "no collective"), rank)
     array(seen, 0, "total")
+    ranks, block, made = case.world_size, case.inputs["block"], made_by(seen, rank)
+    most = ranks * -(-len(case.inputs["values"][0]) // (ranks * block)) * (block + 4)
+    by_name = {name: [event for event in made if event.split()[0] == name] for name in ("all_to_all", "all_gather")}
+    for name, mine in by_name.items():
+        fits = sum(map(len, by_name.values())) == len(made) and kit.carried(mine) <= most and (ranks == 1 or mine)
+        if not fits:
+            return Miss(f"{name} of {most} bytes in all", kit.listed(made))
     return None
 
 
 INT8 = Task(
-    name="less.int8",
-    lesson=LESSON,
-    function="int8_all_reduce",
-    title="A sum in 8 bits",
-    difficulty=4,
-    importance=4,
-    minutes=45,
+    **kit.about("less.int8"),
     draw=draw_int8,
     observe=observe_int8,
     own={"values": entry},
@@ -193,15 +165,19 @@ def draw_powersgd(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Ca
 
 
 def observe_powersgd(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    q = torch.from_numpy(case.inputs["q"].copy())
-    mine, means, rests = torch.from_numpy(case.inputs["gradients"][rank].copy()), [], []
-    left_out = torch.zeros_like(mine[0])
+    q, mine = kit.tensor(case.inputs["q"]), kit.tensor(case.inputs["gradients"][rank])
+    left_out, means, rests = torch.zeros_like(mine[0]), [], []
     with Recorder() as record:
         for gradient in mine:
             mean, q, left_out = function(gradient.clone(), q, left_out)
             means.append(plain(mean))
             rests.append(plain(left_out))
-    return {"mean": np.stack(means), "left_out": np.stack(rests), "events": record.events}
+    return kit.noted(record, mean=np.stack(means), left_out=np.stack(rests))
+
+
+def mean_gradients(case: Case) -> np.ndarray:
+    """In float64, by step."""
+    return np.mean(np.stack(case.inputs["gradients"]).astype(np.float64), axis=0)
 
 
 def by_projection(case: Case) -> tuple[np.ndarray, float]:
@@ -209,7 +185,7 @@ def by_projection(case: Case) -> tuple[np.ndarray, float]:
 
     The mean is enough: all that PowerSGD does is linear in the ranks' matrices.
     """
-    gradients = np.mean(np.stack(case.inputs["gradients"]).astype(np.float64), axis=0)
+    gradients = mean_gradients(case)
     q, left_out = case.inputs["q"].astype(np.float64), np.zeros_like(gradients[0])
     means, worst = [], 1.0
     for gradient in gradients:
@@ -224,24 +200,23 @@ def by_projection(case: Case) -> tuple[np.ndarray, float]:
 
 def well_posed(case: Case) -> bool:
     """Whether P's columns are far from dependent, so that rounding does not turn them, and none is nearly zero."""
-    gradients = np.mean(np.stack(case.inputs["gradients"]).astype(np.float64), axis=0)
-    return by_projection(case)[1] < 30 and float(np.linalg.norm(gradients[0] @ case.inputs["q"])) > 0.1
+    first = mean_gradients(case)[0] @ case.inputs["q"]
+    return by_projection(case)[1] < 30 and float(np.linalg.norm(first)) > 0.1
 
 
 def approximated(kind: str) -> Rule:
-    def rule(case: Case, seen: Seen) -> Miss | None:
-        right = by_projection(case)[0]
-        array(seen, 0, "mean", right.shape)
-        if case.inputs["kind"] != kind:
-            return None
-        return near(seen, "mean", [right] * case.world_size, 1e-3, first_step=1)
+    return kit.equals("mean", by_projection, kind, of=0, on_all=True, tolerance=1e-3, first_step=1)
 
-    return rule
+
+def thin_matrices(case: Case) -> list[str]:
+    """P and Q in each step."""
+    steps, *sides = case.inputs["gradients"][0].shape
+    return [f"all_reduce {4 * size * case.inputs['q'].shape[1]}" for size in sides] * steps
 
 
 def late_not_lost(case: Case, seen: Seen) -> Miss | None:
     """After each step what was applied so far, and the mean of what waits, are all gradients so far."""
-    right = np.cumsum(np.mean(np.stack(case.inputs["gradients"]).astype(np.float64), axis=0), axis=0)
+    right = np.cumsum(mean_gradients(case), axis=0)
     waits, applied = (
         [array(seen, rank, key, right.shape) for rank in range(case.world_size)] for key in ("left_out", "mean")
     )
@@ -252,13 +227,7 @@ def late_not_lost(case: Case, seen: Seen) -> Miss | None:
 
 
 POWERSGD = Task(
-    name="less.powersgd",
-    lesson=LESSON,
-    function="powersgd_step",
-    title="A matrix as two thin ones",
-    difficulty=3,
-    importance=4,
-    minutes=35,
+    **kit.about("less.powersgd"),
     draw=draw_powersgd,
     observe=observe_powersgd,
     own={"gradients": entry},
@@ -268,17 +237,6 @@ POWERSGD = Task(
         "rank 1 is exact": Property(1, approximated(ONE)),
         "zeros stay zeros": Property(1, approximated(ZEROS)),
         "nothing is lost": Property(2, late_not_lost),
-        "bytes": Property(
-            2,
-            only(
-                "all_reduce",
-                lambda case: (
-                    [4 * size * case.inputs["q"].shape[1] for size in case.inputs["gradients"][0].shape[1:]]
-                    * len(case.inputs["gradients"][0])
-                ),
-            ),
-        ),
+        "bytes": Property(2, kit.made_are(thin_matrices)),
     },
 )
-
-ALL = (INT8, POWERSGD)

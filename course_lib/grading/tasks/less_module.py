@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, array, near, short
-from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.ddp_module import Gated, learning
+from course_lib.grading.rules import Seen, array, near
+from course_lib.grading.task import Case, Miss, Property, Rule, Task
+from course_lib.grading.tasks import kit
+from course_lib.grading.tasks.ddp_module import Gated
 from course_lib.grading.tasks.drawing import WORLDS, entry
-from course_lib.grading.tasks.less import LESSON, by_step, gated_case, local_steps
+from course_lib.grading.tasks.less import by_step, gated_case, local_steps
 from course_lib.grading.tasks.less_bytes import same_bits
-from course_lib.grading.tasks.zero_optimizer import Optimizer, all_weights
+from course_lib.grading.tasks.models import all_weights, learning
+from course_lib.grading.tasks.zero_optimizer import Optimizer
 
 SIGN = "sign"
 SETTINGS = ("every", "density", "outer_lr", "outer_momentum")
@@ -75,7 +77,7 @@ def observe_topk(function: Callable[..., Any], case: Case, rank: int) -> dict:
             record.note("step")
             module(torch.from_numpy(batch)).square().mean().backward()
             engine.step()
-            weights.append(all_weights(module).clone())
+            weights.append(all_weights(module.parameters()))
         return weights
 
     with Recorder() as record:
@@ -86,7 +88,7 @@ def observe_topk(function: Callable[..., Any], case: Case, rank: int) -> dict:
     engine = function(other_model, other_optimizer, **settings)
     engine.load_state_dict(saved)
     resumed = train(Recorder(), other_model, engine, rows[case.inputs["saved"] :])
-    return {"weights": plain(torch.stack(weights)), "resumed": plain(torch.stack(resumed)), "events": record.events}
+    return kit.noted(record, weights=torch.stack(weights), resumed=torch.stack(resumed))
 
 
 def trained(case: Case) -> tuple[list[np.ndarray], float]:
@@ -118,7 +120,7 @@ def trained(case: Case) -> tuple[list[np.ndarray], float]:
             for model in models:
                 learning(model)[place].data.copy_(of_all)
         for kept_of, model in zip(weights, models, strict=True):
-            kept_of.append(all_weights(model).numpy().copy())
+            kept_of.append(all_weights(model.parameters()).numpy())
     return [np.stack(tensor) for tensor in weights], lead
 
 
@@ -143,28 +145,22 @@ def agreed_to_the_bit(case: Case, seen: Seen) -> Miss | None:
     )
 
 
-def pairs_alone(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def pairs_alone(case: Case, seen: Seen, rank: int) -> Miss | None:
     """In every H-th step one or two all-gathers of the pairs, 8 bytes each; nothing in the others."""
     pairs = sum(ceil(case.inputs["density"] * parameter.numel()) for parameter in learning(Gated(case.inputs)))
     most = 8 * pairs * case.world_size
-    for rank in range(case.world_size):
-        for number, made in enumerate(by_step(seen, rank, len(case.inputs["rows"][0])), 1):
-            due = number % case.inputs["every"] == 0
-            right = f"one or two all-gathers of {most} bytes in all" if due else "no collective"
-            gathers = [int(event.split()[1]) for event in made if event.split()[0] == "all_gather"]
-            if len(gathers) != len(made) or len(made) > 2 * due or (due and not 0 < sum(gathers) <= most):
-                return Miss(f"{right} in step {number}", short(", ".join(made) or "no collective"), rank)
+    for number, made in enumerate(by_step(seen, rank, len(case.inputs["rows"][0])), 1):
+        due = number % case.inputs["every"] == 0
+        right = f"one or two all-gathers of {most} bytes in all" if due else "no collective"
+        alone = kit.count(made, "all_gather") == len(made) <= 2 * due
+        if not alone or (due and not 0 < kit.carried(made) <= most):
+            return Miss(f"{right} in step {number}", kit.listed(made))
     return None
 
 
 TOPK = Task(
-    name="less.topk",
-    lesson=LESSON,
-    function="SparseDiLoCo",
-    title="Build it: DiLoCo that sends the largest changes",
-    difficulty=5,
-    importance=4,
-    minutes=60,
+    **kit.about("less.topk"),
     draw=draw_topk,
     observe=observe_topk,
     own={"rows": entry},
@@ -177,5 +173,3 @@ TOPK = Task(
         "resumes": Property(2, as_one_process("resumed", ties=False)),
     },
 )
-
-ALL = (TOPK,)

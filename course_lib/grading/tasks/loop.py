@@ -9,13 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from course_lib.grading.rules import Seen, events, items, near, result, short, suspected
+from course_lib.grading.rules import Seen, events, items, near, short, suspected
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import alone, in_turn, numbers, whole
-from course_lib.grading.tasks.models import flat
-
-LESSON = "01_basic_loop"
-
+from course_lib.grading.tasks.models import all_weights, flat
 
 # --- loop.warmup ---
 
@@ -51,16 +49,9 @@ def rates(rising: bool) -> Rule:
 
 
 WARMUP = Task(
-    name="loop.warmup",
-    lesson=LESSON,
-    function="learning_rate",
-    title="Warm up, then decay",
-    difficulty=1,
-    importance=3,
-    minutes=10,
+    **kit.about("loop.warmup"),
     draw=in_turn(warmup_case),
     observe=observe_warmup,
-    needs_ranks=False,
     properties={"warm-up": Property(1, rates(True)), "decay": Property(1, rates(False))},
 )
 
@@ -87,16 +78,21 @@ def batches(seen: Seen) -> list[list[int]]:
 
 
 def every_row_once(case: Case, seen: Seen) -> Miss | None:
-    rows = sorted(row for batch in batches(seen) for row in batch)
-    count = len(case.inputs["lengths"])
-    return None if rows == list(range(count)) else Miss(f"rows 0 to {count - 1}, each once", short(rows))
+    rows, count = sorted(row for batch in batches(seen) for row in batch), len(case.inputs["lengths"])
+    return kit.unless(rows == list(range(count)), f"rows 0 to {count - 1}, each once", short(rows))
 
 
 def fits(case: Case, seen: Seen) -> Miss | None:
     size, due = case.inputs["batch_size"], -(-len(case.inputs["lengths"]) // case.inputs["batch_size"])
     sizes = [len(batch) for batch in batches(seen)]
     good = len(sizes) == due and all(0 < n <= size for n in sizes)
-    return None if good else Miss(f"{due} batches of at most {size} rows", short(sizes))
+    return kit.unless(good, f"{due} batches of at most {size} rows", short(sizes))
+
+
+def padded(lengths: list[int], size: int) -> int:
+    """Tokens of batches of so many rows in this order, padding included."""
+    parts = [lengths[first : first + size] for first in range(0, len(lengths), size)]
+    return sum(max(part) * len(part) for part in parts)
 
 
 def least_padding(case: Case, seen: Seen) -> Miss | None:
@@ -104,31 +100,15 @@ def least_padding(case: Case, seen: Seen) -> Miss | None:
     if (miss := every_row_once(case, seen)) is not None:
         return miss
     # Sorted, and the short batch at the end with the shortest rows: no grouping takes fewer tokens.
-    ordered = sorted(lengths, reverse=True)
-    limit = sum(ordered[first] * len(ordered[first : first + size]) for first in range(0, len(ordered), size))
-    rising = sorted(lengths)
-    limit = max(
-        limit,
-        sum(
-            max(rising[first : first + size]) * len(rising[first : first + size])
-            for first in range(0, len(rising), size)
-        ),
-    )
-    padded = sum(max(lengths[row] for row in batch) * len(batch) for batch in batches(seen) if batch)
-    return None if padded <= limit else Miss(f"at most {limit} tokens, padding included", f"{padded}")
+    limit = max(padded(sorted(lengths, reverse=True), size), padded(sorted(lengths), size))
+    tokens = sum(padded([lengths[row] for row in batch], len(batch)) for batch in batches(seen) if batch)
+    return kit.unless(tokens <= limit, f"at most {limit} tokens, padding included", f"{tokens}")
 
 
 LENGTH_GROUPS = Task(
-    name="loop.length_groups",
-    lesson=LESSON,
-    function="batches_by_length",
-    title="Batches with little padding",
-    difficulty=2,
-    importance=3,
-    minutes=15,
+    **kit.about("loop.length_groups"),
     draw=in_turn(lengths_case),
     observe=observe_batches,
-    needs_ranks=False,
     essential=("every row once", "padding"),
     properties={
         "every row once": Property(1, every_row_once),
@@ -157,12 +137,12 @@ def tokens_case(rng: random.Random, place: int) -> dict:
 def head(case: Case) -> nn.Linear:
     classes, width = case.inputs["weight"].shape
     model = nn.Linear(width, classes, bias=False)
-    model.weight.data = torch.from_numpy(case.inputs["weight"].copy())
+    model.weight.data = kit.tensor(case.inputs["weight"])
     return model
 
 
 def tensors(part: dict) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.from_numpy(part[key].copy()) for key in ("inputs", "targets", "mask"))
+    return tuple(kit.tensor(part[key]) for key in ("inputs", "targets", "mask"))
 
 
 def observe_accumulation(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -173,43 +153,33 @@ def observe_accumulation(function: Callable[..., Any], case: Case, rank: int) ->
     return {"gradient": plain(model.weight.grad), "loss": plain(loss), "is": type(loss).__name__, "events": happened}
 
 
-def whole_batch(case: Case) -> tuple[np.ndarray, float]:
+def whole_batch(case: Case) -> dict[str, Any]:
     model = head(case)
     inputs, targets, mask = (torch.cat(parts) for parts in zip(*map(tensors, case.inputs["parts"]), strict=True))
     loss = (F.cross_entropy(model(inputs), targets, reduction="none") * mask).sum() / mask.sum()
     loss.backward()
-    assert model.weight.grad is not None
-    return model.weight.grad.numpy(), loss.item()
+    return {"gradient": plain(model.weight.grad), "loss": loss.item()}
 
 
 def one_at_a_time(case: Case, seen: Seen) -> Miss | None:
-    right = ["forward", "backward"] * len(case.inputs["parts"])
-    happened = events(seen, 0)
-    return None if happened == right else Miss("forward, backward for one micro-batch after the other", short(happened))
+    right, happened = ["forward", "backward"] * len(case.inputs["parts"]), events(seen, 0)
+    return kit.unless(happened == right, "forward, backward for one micro-batch after the other", short(happened))
 
 
-def a_number(case: Case, seen: Seen) -> Miss | None:
-    """The mean loss, as a float: a tensor would keep its graph."""
-    if str(seen[0].get("is")) != "float":
-        return Miss("a float as the loss", short(f"a {seen[0].get('is')}"))
-    return near(seen, "loss", [whole_batch(case)[1]])
+def is_float(case: Case, seen: Seen) -> Miss | None:
+    """A tensor would keep its graph."""
+    kind = str(seen[0].get("is"))
+    return kit.unless(kind == "float", "a float as the loss", short(f"a {kind}"))
 
 
 TOKEN_WEIGHTED = Task(
-    name="loop.token_weighted",
-    lesson=LESSON,
-    function="accumulate_tokens",
-    title="Accumulation that weighs every token alike",
-    difficulty=2,
-    importance=5,
-    minutes=20,
+    **kit.about("loop.token_weighted"),
     draw=in_turn(tokens_case),
     observe=observe_accumulation,
-    needs_ranks=False,
     essential=("gradient",),
     properties={
-        "gradient": Property(3, result("gradient", lambda case: [whole_batch(case)[0]])),
-        "loss": Property(1, a_number),
+        "gradient": Property(3, kit.equals("gradient", whole_batch, of="gradient", on_all=True)),
+        "loss": Property(1, kit.all_of(is_float, kit.equals("loss", whole_batch, of="loss", on_all=True))),
         "one graph at a time": Property(2, one_at_a_time),
     },
 )
@@ -231,23 +201,14 @@ def adamw_case(rng: random.Random) -> dict:
 
 
 def observe_adamw(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    given = case.inputs
-    weights = [torch.from_numpy(w.copy()) for w in given["weights"]]
+    given, weights = case.inputs, list(map(kit.tensor, case.inputs["weights"]))
+    settings = given["lr"], tuple(given["betas"]), given["eps"], given["weight_decay"]
     states: list[dict] = [{} for _ in weights]
     after = []
     for step, gradients in enumerate(given["gradients"], 1):
         for weight, gradient, state in zip(weights, gradients, states, strict=True):
-            function(
-                weight,
-                torch.from_numpy(gradient.copy()),
-                state,
-                step,
-                given["lr"],
-                tuple(given["betas"]),
-                given["eps"],
-                given["weight_decay"],
-            )
-        after.append(torch.cat([w.reshape(-1) for w in weights]))
+            function(weight, kit.tensor(gradient), state, step, *settings)
+        after.append(all_weights(weights))
     sizes = [sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor) and v.dim()) for state in states]
     return {"weights": plain(torch.stack(after)), "state elements": sizes}
 
@@ -255,13 +216,13 @@ def observe_adamw(function: Callable[..., Any], case: Case, rank: int) -> dict:
 def by_torch(case: Case, kind: type[torch.optim.Adam] = torch.optim.AdamW, **changed: float) -> list[np.ndarray]:
     """The weights after each step."""
     given, after = {**case.inputs, **changed}, []
-    weights = [nn.Parameter(torch.from_numpy(w.copy())) for w in given["weights"]]
+    weights = [nn.Parameter(kit.tensor(w)) for w in given["weights"]]
     optimizer = kind(weights, given["lr"], tuple(given["betas"]), given["eps"], given["weight_decay"])
     for gradients in given["gradients"]:
         for weight, gradient in zip(weights, gradients, strict=True):
-            weight.grad = torch.from_numpy(gradient.copy())
+            weight.grad = kit.tensor(gradient)
         optimizer.step()
-        after.append(torch.cat([w.detach().reshape(-1) for w in weights]))
+        after.append(all_weights(weights))
     return [torch.stack(after).numpy()]
 
 
@@ -295,24 +256,14 @@ def weights_are(case: Case, seen: Seen) -> Miss | None:
 
 
 def two_states(case: Case, seen: Seen) -> Miss | None:
-    right = [2 * weight.size for weight in case.inputs["weights"]]
-    sizes = items(seen, 0, "state elements", int)
-    return None if sizes == right else Miss(f"states of {right} elements, two per weight", short(sizes))
+    right, sizes = [2 * weight.size for weight in case.inputs["weights"]], items(seen, 0, "state elements", int)
+    return kit.unless(sizes == right, f"states of {right} elements, two per weight", short(sizes))
 
 
 ADAMW = Task(
-    name="loop.adamw",
-    lesson=LESSON,
-    function="adamw_step",
-    title="AdamW, and what it remembers",
-    difficulty=3,
-    importance=3,
-    minutes=25,
+    **kit.about("loop.adamw"),
     draw=alone(adamw_case),
     observe=observe_adamw,
-    needs_ranks=False,
     essential=("weights",),
     properties={"weights": Property(3, weights_are), "two states per weight": Property(1, two_states)},
 )
-
-ALL = (WARMUP, LENGTH_GROUPS, TOKEN_WEIGHTED, ADAMW)

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from course_lib.grading.rules import Seen, array, items, near, same, short, suspected
 from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import in_turn, numbers, whole
-from course_lib.grading.tasks.lora_layer import LESSON
+from course_lib.grading.tasks.models import all_weights, learning
 from course_lib.grading.tasks.zero_optimizer import Optimizer
 
 USUAL, START, LARGE = "usual", "at the base", "large margins"
@@ -26,7 +27,7 @@ class Beside(nn.Module):
 
     def __init__(self, weight: np.ndarray, a: np.ndarray, b: np.ndarray):
         super().__init__()
-        self.weight, self.A, self.B = (nn.Parameter(torch.from_numpy(values.copy())) for values in (weight, a, b))
+        self.weight, self.A, self.B = (nn.Parameter(kit.tensor(values)) for values in (weight, a, b))
         self.weight.requires_grad_(False)
         self.on = True
 
@@ -40,7 +41,7 @@ class Adapted(nn.Module):
 
     def __init__(self, inputs: dict):
         super().__init__()
-        self.embedding = nn.Parameter(torch.from_numpy(inputs["embedding"].copy()), requires_grad=False)
+        self.embedding = nn.Parameter(kit.tensor(inputs["embedding"]), requires_grad=False)
         self.hidden, self.head = (Beside(*inputs[name]) for name in ("hidden", "head"))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -63,12 +64,12 @@ class Adapted(nn.Module):
             self.hidden.on = self.head.on = True
 
 
-def learning(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
 def flat(parameters: list[nn.Parameter]) -> np.ndarray:
-    return torch.cat([parameter.detach().flatten() for parameter in parameters]).numpy().copy()
+    return all_weights(parameters).numpy()
+
+
+def frozen(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if not parameter.requires_grad]
 
 
 # --- lora.dpo ---
@@ -117,28 +118,24 @@ def dpo_case(rng: random.Random, place: int) -> dict:
 def observe_dpo(function: Callable[..., Any], case: Case, rank: int) -> dict:
     """Some steps; of each forward pass with which rows, with adapters or without, with a graph or without."""
     model = Adapted(case.inputs)
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     optimizer = Optimizer(case.inputs["optimizer"], learning(model))
     passes: list[list] = []
+    made: dict[str, list[Any]] = {"loss": [], "margins": [], "weights": []}
 
     def note(module: nn.Module, given: tuple) -> None:
-        passes.append(
-            [len(losses), list(given[0].shape), getattr(module, "on", None), torch.is_grad_enabled(), module is model]
-        )
+        step, is_on = len(made["loss"]), getattr(module, "on", None)
+        passes.append([step, list(given[0].shape), is_on, torch.is_grad_enabled(), module is model])
 
     model.register_forward_pre_hook(note)
-    losses, margins, weights, before = [], [], [], flat(frozen)
+    before, still = flat(frozen(model)), frozen(model)
     for batch in case.inputs["batches"]:
-        chosen, rejected = ([torch.from_numpy(values.copy()) for values in side] for side in batch)
+        chosen, rejected = (list(map(kit.tensor, side)) for side in batch)
         loss, margin = function(model, optimizer, chosen, rejected, case.inputs["beta"])
-        losses.append(plain(loss))
-        margins.append(plain(margin))
-        weights.append(flat(learning(model)))
-    moved = int((flat(frozen) != before).sum()) + sum(parameter.grad is not None for parameter in frozen)
+        for key, value in (("loss", loss), ("margins", margin), ("weights", flat(learning(model)))):
+            made[key].append(plain(value))
+    moved = int((flat(still) != before).sum()) + sum(parameter.grad is not None for parameter in still)
     return {
-        "loss": np.stack(losses),
-        "margins": np.stack(margins),
-        "weights": np.stack(weights),
+        **{key: np.stack(values) for key, values in made.items()},
         "passes": passes,
         "moved": moved,
         "trained": len(learning(model)),
@@ -171,7 +168,7 @@ def by_hand(case: Case, how: str = "") -> dict[str, np.ndarray]:
     beta = 1.0 if how == "beta" else case.inputs["beta"]
     right: dict[str, list[np.ndarray]] = {"loss": [], "margins": [], "weights": []}
     for batch in case.inputs["batches"]:
-        sides = [[torch.from_numpy(values.copy()) for values in side] for side in batch]
+        sides = [list(map(kit.tensor, side)) for side in batch]
         with torch.no_grad(), model.disable_adapter():
             reference = [answer_scores(model, *side, how=how) for side in sides]
         chosen, rejected = (
@@ -182,9 +179,8 @@ def by_hand(case: Case, how: str = "") -> dict[str, np.ndarray]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        for key, value in (("loss", loss), ("margins", margin)):
+        for key, value in (("loss", loss), ("margins", margin), ("weights", all_weights(learning(model)))):
             right[key].append(value.detach().numpy().copy())
-        right["weights"].append(flat(learning(model)))
     return {key: np.stack(values) for key, values in right.items()}
 
 
@@ -212,13 +208,6 @@ def adapters_move(case: Case, seen: Seen) -> Miss | None:
     return same(seen, "moved", [0]) or same(seen, "trained", [4]) or same(seen, "on", [True])
 
 
-def large_margins(case: Case, seen: Seen) -> Miss | None:
-    for key in ("loss", "margins", "weights"):
-        if miss := exact(key, LARGE)(case, seen):
-            return miss
-    return None
-
-
 def one_model(case: Case, seen: Seen) -> Miss | None:
     """In each step every sequence passes the model once with adapters, with a graph, and once without either."""
     passes = items(seen, 0, "passes", list)
@@ -238,33 +227,21 @@ def one_model(case: Case, seen: Seen) -> Miss | None:
                 return Miss("a graph where the adapters are on, and only there", said, step=step + 1)
             rows[is_on] += shape[0] if type(shape[0]) is int else 0
         if rows != {True: 2 * pairs, False: 2 * pairs}:
-            return Miss(
-                f"{2 * pairs} rows with adapters and {2 * pairs} without",
-                f"{rows[True]} with and {rows[False]} without",
-                step=step + 1,
-            )
+            found = f"{rows[True]} with and {rows[False]} without"
+            return Miss(f"{2 * pairs} rows with adapters and {2 * pairs} without", found, step=step + 1)
     return None
 
 
 DPO = Task(
-    name="lora.dpo",
-    lesson=LESSON,
-    function="dpo_step",
-    title="Prefer one answer to another",
-    difficulty=4,
-    importance=4,
-    minutes=40,
+    **kit.about("lora.dpo"),
     draw=in_turn(dpo_case, 4),
     observe=observe_dpo,
-    needs_ranks=False,
     essential=("loss", "adapters move", "one model"),
     properties={
         "loss": Property(2, exact("loss", USUAL, START)),
         "margins": Property(1, exact("margins", USUAL, START)),
         "adapters move": Property(3, adapters_move),
-        "large margins": Property(1, large_margins),
+        "large margins": Property(1, kit.all_of(*(exact(key, LARGE) for key in ("loss", "margins", "weights")))),
         "one model": Property(2, one_model),
     },
 )
-
-ALL = (DPO,)

@@ -10,18 +10,13 @@ from torch import nn
 
 from course_lib.grading.rules import Seen, array, dtype_of, near, number, of_dtype, ratio, same
 from course_lib.grading.task import Case, Miss, Property, Task, plain
-from course_lib.grading.tasks.drawing import in_turn, numbers
+from course_lib.grading.tasks import kit
+from course_lib.grading.tasks.drawing import in_turn, numbers, reals
 from course_lib.grading.work import Work
 
-LESSON = "19_too_large_to_fine_tune"
 FP32, BF16, DROPPED = "float32", "bfloat16", "dropout"
 EXACT = {FP32: 1e-4, BF16: 2e-2}
 """By the dtype of the base, how far an output may be off: bf16 has 8 bits, and sums may be rounded twice."""
-
-
-def reals(rng: random.Random, *shape: int) -> np.ndarray:
-    """fp32 from a normal distribution, with all their bits."""
-    return np.random.default_rng(rng.randrange(2**32)).standard_normal(shape).astype(np.float32)
 
 
 # --- lora.layer ---
@@ -64,15 +59,15 @@ def base_of(case: Case) -> nn.Linear:
     """The frozen layer, in its dtype."""
     weight, bias = case.inputs["weight"], case.inputs["bias"]
     base = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
-    base.weight.data = torch.from_numpy(weight.copy())
+    base.weight.data = kit.tensor(weight)
     if bias is not None:
-        base.bias.data = torch.from_numpy(bias.copy())
+        base.bias.data = kit.tensor(bias)
     return base.to(getattr(torch, case.inputs["dtype"]))
 
 
 def tensor(case: Case, name: str) -> torch.Tensor:
     """x or the gradient of the output, in the base's dtype."""
-    return torch.from_numpy(case.inputs[name].copy()).to(getattr(torch, case.inputs["dtype"]))
+    return kit.tensor(case.inputs[name]).to(getattr(torch, case.inputs["dtype"]))
 
 
 def observe_layer(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -89,7 +84,7 @@ def observe_layer(function: Callable[..., Any], case: Case, rank: int) -> dict:
     }
     with torch.no_grad():
         for name in "AB":
-            getattr(layer, name).copy_(torch.from_numpy(case.inputs[name].copy()))
+            getattr(layer, name).copy_(kit.tensor(case.inputs[name]))
     seen["training"] = plain(layer(x))
     layer.eval()
     x.requires_grad_()
@@ -152,10 +147,7 @@ def begins_at_the_base(case: Case, seen: Seen) -> Miss | None:
 def same_numbers(key: str, right: np.ndarray, seen: Seen) -> Miss | None:
     """Whether what was observed are these numbers, to the bit."""
     actual = array(seen, 0, key, right.shape)
-    if (actual == right).all():
-        return None
-    place = tuple(map(int, np.argwhere(actual != right)[0]))
-    return Miss(f"{key}{list(place)} = {right[place]:.9g}", f"{actual[place]:.9g}", note=ratio(actual, right, 1))
+    return kit.explained(kit.first_wrong(actual != right, key, right, actual, 9), ratio(actual, right, 1))
 
 
 def exactly(case: Case) -> dict[str, np.ndarray]:
@@ -183,11 +175,9 @@ def output(case: Case, seen: Seen) -> Miss | None:
 
 
 def gradients(case: Case, seen: Seen) -> Miss | None:
-    right = exactly(case)
-    for key, tolerance in (("of_A", 1e-4), ("of_B", 1e-4), ("of_x", EXACT[case.inputs["dtype"]])):
-        if miss := near(seen, key, [right[key]], tolerance):
-            return miss
-    return None
+    right, tolerances = exactly(case), {"of_A": 1e-4, "of_B": 1e-4, "of_x": EXACT[case.inputs["dtype"]]}
+    misses = (near(seen, key, [right[key]], tolerance) for key, tolerance in tolerances.items())
+    return next(filter(None, misses), None)
 
 
 def frozen(case: Case, seen: Seen) -> Miss | None:
@@ -197,7 +187,7 @@ def frozen(case: Case, seen: Seen) -> Miss | None:
     if miss := same(seen, "trained", [right]):
         return miss
     actual = number(seen, 0, "of_base")
-    return Miss("no gradient at the base", f"{actual:g} of its parameters have one") if actual else None
+    return kit.unless(not actual, "no gradient at the base", f"{actual:g} of its parameters have one")
 
 
 def never_the_product(case: Case, seen: Seen) -> Miss | None:
@@ -212,14 +202,11 @@ def never_the_product(case: Case, seen: Seen) -> Miss | None:
         "held": (kept, "bytes kept for the backward"),
         "largest": (max(tokens, r) * max(inputs, outputs), "elements in a tensor"),
     }
+    note = f"the weight and B A have {outputs * inputs} elements, and x has {tokens} rows"
     for key, (most, what) in limits.items():
         actual = number(seen, 0, key)
         if case.inputs["kind"] != DROPPED and not 0 < actual <= most:
-            return Miss(
-                f"{most} {what} at most",
-                f"{actual:g}",
-                note=f"the weight and B A have {outputs * inputs} elements, and x has {tokens} rows",
-            )
+            return Miss(f"{most} {what} at most", f"{actual:g}", note=note)
     return None
 
 
@@ -234,9 +221,8 @@ def dropout(case: Case, seen: Seen) -> Miss | None:
     passed = (training - whole) / scaling @ np.linalg.inv(b).T @ np.linalg.inv(a).T
     x = case.inputs["x"].astype(np.float64)
     left_out, scaled = np.abs(passed) < 1e-3, np.abs(passed - x / (1 - share)) < 1e-3
-    if (left_out | scaled).all() and left_out.any() and scaled.any():
-        return None
-    return Miss(
+    return kit.unless(
+        (left_out | scaled).all() and left_out.any() and scaled.any(),
         f"in training A gets each number of x as 0 or {1 / (1 - share):.3g} times",
         f"{left_out.sum()} of {x.size} as 0, {scaled.sum()} times {1 / (1 - share):.3g}",
     )
@@ -256,39 +242,28 @@ def merged(case: Case, seen: Seen) -> Miss | None:
         last_bit = 2.0 ** (np.floor(np.log2(np.abs(right) + 1e-30)) - (7 if case.inputs["dtype"] == BF16 else 23))
         actual = array(seen, 0, key, right.shape)
         off = ~(np.abs(actual - right) <= last_bit / 2 + 2.0**-22 * (np.abs(weight) + np.abs(added)))
-        if off.any():
-            place = tuple(map(int, np.argwhere(off)[0]))
-            return Miss(
-                f"{key}{list(place)} = {right[place]:.7g}, rounded once",
-                f"{actual[place]:.7g}",
-                note=ratio(actual, right, 1),
-            )
+        if miss := kit.first_wrong(off, key, right, actual, 7, ", rounded once"):
+            return kit.explained(miss, ratio(actual, right, 1))
     if miss := near(seen, "merged_output", [exactly(case)["output"]], EXACT[case.inputs["dtype"]]):
         return miss
     least, flops = 2 * tokens * weight.size, number(seen, 0, "merged_flops")
-    return None if flops == least else Miss(f"{least} FLOPs in the forward of a merged layer", f"{flops:g}")
+    return kit.unless(flops == least, f"{least} FLOPs in the forward of a merged layer", f"{flops:g}")
 
 
 def unmerged(case: Case, seen: Seen) -> Miss | None:
     """The bits of before, and the forward has its adapter again."""
     before = base_of(case).weight.detach().float().numpy()
-    for key in ("unmerged", "unmerged twice"):
-        if miss := same_numbers(key, before, seen):
-            return miss
-    return near(seen, "unmerged_output", [exactly(case)["output"]], EXACT[case.inputs["dtype"]])
+    return (
+        same_numbers("unmerged", before, seen)
+        or same_numbers("unmerged twice", before, seen)
+        or near(seen, "unmerged_output", [exactly(case)["output"]], EXACT[case.inputs["dtype"]])
+    )
 
 
 LAYER = Task(
-    name="lora.layer",
-    lesson=LESSON,
-    function="LoraLinear",
-    title="Two thin matrices beside a frozen one",
-    difficulty=3,
-    importance=5,
-    minutes=35,
+    **kit.about("lora.layer"),
     draw=in_turn(layer_case, 6),
     observe=observe_layer,
-    needs_ranks=False,
     essential=("output", "never B A", "merged"),
     properties={
         "begins at the base": Property(1, begins_at_the_base),
@@ -301,5 +276,3 @@ LAYER = Task(
         "unmerged": Property(1, unmerged),
     },
 )
-
-ALL = (LAYER,)

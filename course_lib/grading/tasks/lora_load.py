@@ -3,7 +3,7 @@
 import json
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,9 +12,9 @@ import torch
 
 from course_lib.grading.recorder import Recorder
 from course_lib.grading.rules import Seen, array, dtype_of, items, made_by, same, short
-from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
-from course_lib.grading.tasks.drawing import WORLDS, numbers
-from course_lib.grading.tasks.lora_layer import LESSON
+from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task
+from course_lib.grading.tasks import kit
+from course_lib.grading.tasks.drawing import LAST, each_world, numbers
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EVEN, UNEVEN, FEW = "even", "uneven", "few rows"
@@ -48,11 +48,8 @@ def load_case(rng: random.Random, world: int, kind: str, files: int) -> dict:
     return {"kind": kind, "files": files, "tensors": tensors, "dtypes": dtypes, "places": places}
 
 
-def draw_loads(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
-    """Each number of ranks, with rows that do not divide; rows that do; fewer rows than ranks; and a single file."""
-    most = worlds[-1]
-    kinds = [*((world, UNEVEN, 3) for world in worlds), (2, EVEN, 2), (most, FEW, 2), (most, UNEVEN, 1)]
-    return [Case(world, load_case(rng, world, kind, files)) for world, kind, files in kinds]
+draw_loads = each_world(load_case, (2, EVEN, 2), (LAST, FEW, 2), (LAST, UNEVEN, 1), usual=(UNEVEN, 3))
+"""Each number of ranks, with rows that do not divide; rows that do; fewer rows than ranks; and a single file."""
 
 
 class Files:
@@ -119,15 +116,12 @@ def write_model(case: Case, folder: Path) -> None:
 
     count, places = case.inputs["files"], case.inputs["places"]
     files = [f"model-{place + 1:05}-of-{count:05}.safetensors" for place in range(count)] if count > 1 else [SINGLE]
+    tensors = {
+        name: kit.tensor(values).to(getattr(torch, case.inputs["dtypes"][name]))
+        for name, values in case.inputs["tensors"].items()
+    }
     for place, file in enumerate(files):
-        save_file(
-            {
-                name: torch.from_numpy(values.copy()).to(getattr(torch, case.inputs["dtypes"][name]))
-                for name, values in case.inputs["tensors"].items()
-                if places[name] == place
-            },
-            folder / file,
-        )
+        save_file({name: values for name, values in tensors.items() if places[name] == place}, folder / file)
     if count > 1:
         where = {name: files[place] for name, place in places.items()}
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
@@ -139,14 +133,9 @@ def observe_load(function: Callable[..., Any], case: Case, rank: int) -> dict:
         files = Files()
         with Recorder() as record:
             pieces = function(Path(folder), files)
-        seen = {
-            "names": sorted(pieces),
-            "dtypes": {name: dtype_of(piece) for name, piece in pieces.items()},
-            "opened": files.opened,
-            "read": files.read,
-            "events": record.events,
-        }
-        return seen | {f"piece {name}": plain(piece) for name, piece in pieces.items()}
+        dtypes = {name: dtype_of(piece) for name, piece in pieces.items()}
+        named = {f"piece {name}": piece for name, piece in pieces.items()}
+        return kit.noted(record, names=sorted(pieces), dtypes=dtypes, opened=files.opened, read=files.read, **named)
 
 
 def piece_of(case: Case, name: str, rank: int) -> np.ndarray:
@@ -172,88 +161,69 @@ def known(case: Case, seen: Seen, rank: int) -> dict[str, np.ndarray]:
     return right
 
 
-def pieces(case: Case, seen: Seen) -> Miss | None:
-    """Every piece, but of matrices with fewer rows than ranks."""
-    return wrong_piece(case, seen, few=False)
+def pieces(few: bool) -> Rule:
+    """A rule: every piece, but of matrices with fewer rows than ranks; or these: a row, or no row at all."""
 
-
-def few_rows(case: Case, seen: Seen) -> Miss | None:
-    """Pieces of matrices with fewer rows than ranks: a row, or no row at all."""
-    return wrong_piece(case, seen, few=True)
-
-
-def wrong_piece(case: Case, seen: Seen, few: bool) -> Miss | None:
-    for rank in range(case.world_size):
+    @kit.each_rank
+    def rule(case: Case, seen: Seen, rank: int) -> Miss | None:
         for name, right in known(case, seen, rank).items():
             if few != (right.ndim > 1 and len(case.inputs["tensors"][name]) < case.world_size):
                 continue
-            actual = array(seen, rank, f"piece {name}", right.shape)
-            if not np.array_equal(actual, right):
-                rows = (
-                    [row for row in range(len(right)) if not np.array_equal(actual[row], right[row])]
-                    if right.ndim
-                    else "all"
-                )
-                return Miss(f"{name}, {right.shape}, as in the file", f"other numbers in rows: {short(rows)}", rank)
-    return None
+            differs = array(seen, rank, f"piece {name}", right.shape) != right
+            if np.any(differs):
+                rows = [row for row, part in enumerate(differs) if np.any(part)] if right.ndim else "all"
+                return Miss(f"{name}, {right.shape}, as in the file", f"other numbers in rows: {short(rows)}")
+        return None
+
+    return rule
 
 
-def same_dtypes(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        known(case, seen, rank)
-    return same(seen, "dtypes", [case.inputs["dtypes"]] * case.world_size)
+@kit.each_rank
+def same_dtypes(case: Case, seen: Seen, rank: int) -> Miss | None:
+    known(case, seen, rank)
+    return kit.on_rank(same(seen[rank:], "dtypes", [case.inputs["dtypes"]]), rank)
 
 
-def bytes_read(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def bytes_read(case: Case, seen: Seen, rank: int) -> Miss | None:
     """Of each tensor the bytes of the rank's own piece."""
-    for rank in range(case.world_size):
-        mine, read = known(case, seen, rank), seen[rank].get("read")
-        if not isinstance(read, dict) or not all(type(count) is int for count in read.values()):
-            raise Malformed(Miss("bytes that were read, by name", short(read), rank))
-        for name, piece in mine.items():
-            right, actual = piece.size * SIZES[case.inputs["dtypes"][name]], read.get(name, 0)
-            if actual != right:
-                whole = case.inputs["tensors"][name].size * SIZES[case.inputs["dtypes"][name]]
-                return Miss(f"{right} bytes of {name} read", f"{actual}", rank, f"the whole tensor has {whole}")
+    mine, read = known(case, seen, rank), seen[rank].get("read")
+    if not isinstance(read, dict) or not all(type(count) is int for count in read.values()):
+        raise Malformed(Miss("bytes that were read, by name", short(read), rank))
+    for name, piece in mine.items():
+        width, actual = SIZES[case.inputs["dtypes"][name]], read.get(name, 0)
+        if actual != piece.size * width:
+            note = f"the whole tensor has {case.inputs['tensors'][name].size * width}"
+            return Miss(f"{piece.size * width} bytes of {name} read", f"{actual}", note=note)
     return None
 
 
-def each_file_once(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        known(case, seen, rank)
-        opened = items(seen, rank, "opened", str)
-        if len(opened) != len(set(opened)) or not opened:
-            return Miss(f"each of {case.inputs['files']} files opened once", f"{len(opened)} times", rank)
-    return None
+@kit.each_rank
+def each_file_once(case: Case, seen: Seen, rank: int) -> Miss | None:
+    known(case, seen, rank)
+    opened = items(seen, rank, "opened", str)
+    fits = opened and len(opened) == len(set(opened))
+    return kit.unless(fits, f"each of {case.inputs['files']} files opened once", f"{len(opened)} times")
 
 
-def no_collective(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        known(case, seen, rank)
-        if made := made_by(seen, rank):
-            return Miss("no collective", short(", ".join(made)), rank)
-    return None
+@kit.each_rank
+def no_collective(case: Case, seen: Seen, rank: int) -> Miss | None:
+    known(case, seen, rank)
+    made = made_by(seen, rank)
+    return kit.unless(not made, "no collective", kit.listed(made))
 
 
 LOAD = Task(
-    name="lora.sharded_load",
-    lesson=LESSON,
-    function="load_rows",
-    title="Read your own rows",
-    difficulty=2,
-    importance=5,
-    minutes=25,
+    **kit.about("lora.sharded_load"),
     draw=draw_loads,
     observe=observe_load,
     essential=("pieces", "bytes read"),
     properties={
-        "pieces": Property(2, pieces),
-        "fewer rows than ranks": Property(1, few_rows),
+        "pieces": Property(2, pieces(few=False)),
+        "fewer rows than ranks": Property(1, pieces(few=True)),
         "dtypes": Property(1, same_dtypes),
         "bytes read": Property(3, bytes_read),
         "each file once": Property(1, each_file_once),
         "no collective": Property(1, no_collective),
     },
 )
-
-ALL = (LOAD,)

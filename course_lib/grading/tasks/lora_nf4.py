@@ -10,31 +10,17 @@ from torch import nn
 
 from course_lib.grading.rules import Seen, array, dtype_of, number, of_dtype, same
 from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.drawing import in_turn
-from course_lib.grading.tasks.lora_layer import BF16, FP32, LESSON, reals
+from course_lib.grading.tasks import kit
+from course_lib.grading.tasks.drawing import in_turn, reals
+from course_lib.grading.tasks.lora_layer import BF16, FP32
 from course_lib.grading.work import Work
 
 BLOCK = 64
 SLACK = 256
 """Bytes that an object may hold beside codes and scales: small tables."""
-NF4_LEVELS = (
-    -1.0,
-    -0.6961928,
-    -0.52507305,
-    -0.39491749,
-    -0.28444138,
-    -0.18477343,
-    -0.09105004,
-    0.0,
-    0.0795803,
-    0.1609302,
-    0.2461123,
-    0.33791524,
-    0.44070983,
-    0.562617,
-    0.72295684,
-    1.0,
-)
+BELOW = (-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0)
+ABOVE = (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
+NF4_LEVELS = BELOW + ABOVE
 """Dettmers et al. 2023, *QLoRA* (arXiv 2305.14314), appendix E."""
 USUAL, ON_LEVELS, SMALL = "usual", "on levels", "zeros and small blocks"
 
@@ -79,27 +65,21 @@ def nf4_case(rng: random.Random, place: int) -> dict:
 
 def weight_of(case: Case) -> nn.Parameter:
     """In its dtype; its rows do not lie one behind the other in memory."""
-    columns = torch.from_numpy(case.inputs["weight"].T.copy()).to(getattr(torch, case.inputs["dtype"]))
+    columns = kit.tensor(case.inputs["weight"].T).to(getattr(torch, case.inputs["dtype"]))
     return nn.Parameter(columns.T)
 
 
 def observe_nf4(function: Callable[..., Any], case: Case, rank: int) -> dict:
     """Pack and unpack; then unpack once more when every code and scale has been written anew."""
-    weight, levels = weight_of(case), torch.from_numpy(case.inputs["levels"].copy())
+    weight, levels = weight_of(case), kit.tensor(case.inputs["levels"])
     with Work() as work:
         packed = function(weight, levels)
         held = work.held
         unpacked = packed.dequantize()
-    seen = {
-        "codes": plain(packed.codes),
-        "dtype of codes": dtype_of(packed.codes),
-        "scales": plain(packed.scales),
-        "dtype of scales": dtype_of(packed.scales),
-        "held": held,
-        "largest": work.largest,
-        "unpacked": plain(unpacked),
-        "dtype of unpacked": dtype_of(unpacked),
-    }
+    made = {"codes": packed.codes, "scales": packed.scales, "unpacked": unpacked}
+    seen = {name: plain(values) for name, values in made.items()}
+    seen |= {f"dtype of {name}": dtype_of(values) for name, values in made.items()}
+    seen |= {"held": held, "largest": work.largest}
     packed.codes.bitwise_not_()
     packed.scales.mul_(2)
     return seen | {"again": plain(packed.dequantize())}
@@ -124,10 +104,8 @@ def codes_of(case: Case, seen: Seen) -> np.ndarray:
 def scales(case: Case, seen: Seen) -> Miss | None:
     right = scales_of(case)[1]
     actual = array(seen, 0, "scales", right.shape)
-    if (actual == right).all():
-        return None
-    block = int(np.argmax(actual != right))
-    return Miss(f"scales[{block}] = {right[block]:.6g}, the largest magnitude of block {block}", f"{actual[block]:.6g}")
+    said = f", the largest magnitude of block {int(np.argmax(actual != right))}"
+    return kit.first_wrong(actual != right, "scales", right, actual, 6, said)
 
 
 def nearest(*kinds: str) -> Rule:
@@ -166,20 +144,17 @@ def comes_back(case: Case, seen: Seen) -> Miss | None:
         right = (levels[read] * of_each * factor).reshape(right.shape)
         actual = array(seen, 0, key, right.shape)
         off = ~(np.abs(actual - right) <= tolerance * np.abs(right))
-        if off.any():
-            place = tuple(map(int, np.argwhere(off)[0]))
+        if miss := kit.first_wrong(off, "weight", right, actual, 6):
             note = "" if key == "unpacked" else "after other numbers were written into codes and scales"
-            return Miss(f"weight{list(place)} = {right[place]:.6g}", f"{actual[place]:.6g}", note=note)
+            return kit.explained(miss, note)
     return None
 
 
 def exact_on_levels(case: Case, seen: Seen) -> Miss | None:
     right = weight_of(case).detach().float().numpy()
     actual = array(seen, 0, "unpacked", right.shape)
-    if case.inputs["kind"] != ON_LEVELS or (actual == right).all():
-        return None
-    place = tuple(map(int, np.argwhere(actual != right)[0]))
-    return Miss(f"weight{list(place)} = {right[place]:.9g}, which is a level times its scale", f"{actual[place]:.9g}")
+    differs = (actual != right) & (case.inputs["kind"] == ON_LEVELS)
+    return kit.first_wrong(differs, "weight", right, actual, 9, ", which is a level times its scale")
 
 
 def zeros_and_small(case: Case, seen: Seen) -> Miss | None:
@@ -206,29 +181,21 @@ def in_bytes(case: Case, seen: Seen) -> Miss | None:
     if miss := same(seen, "dtype of codes", ["uint8"]) or same(seen, "dtype of scales", [FP32]):
         return miss
     right, actual = -(-count // 2) + 4 * blocks, number(seen, 0, "held")
-    if right <= actual <= right + SLACK:
-        return None
-    return Miss(f"{right} bytes held, for {count} weights", f"{actual:g}, {8 * actual / count:.2f} bits a weight")
+    found = f"{actual:g}, {8 * actual / count:.2f} bits a weight"
+    return kit.unless(right <= actual <= right + SLACK, f"{right} bytes held, for {count} weights", found)
 
 
 def no_table(case: Case, seen: Seen) -> Miss | None:
     count = case.inputs["weight"].size
     codes_of(case, seen)
     most, actual = -(-count // BLOCK) * BLOCK, number(seen, 0, "largest")
-    return None if 0 < actual <= most else Miss(f"no tensor of more than {most} elements on the way", f"{actual:g}")
+    return kit.unless(0 < actual <= most, f"no tensor of more than {most} elements on the way", f"{actual:g}")
 
 
 NF4 = Task(
-    name="lora.nf4",
-    lesson=LESSON,
-    function="FourBits",
-    title="A weight in 4 bits",
-    difficulty=3,
-    importance=4,
-    minutes=30,
+    **kit.about("lora.nf4"),
     draw=in_turn(nf4_case, 4),
     observe=observe_nf4,
-    needs_ranks=False,
     essential=("nearest level", "comes back", "bytes"),
     properties={
         "scales": Property(1, scales),
@@ -240,5 +207,3 @@ NF4 = Task(
         "no table": Property(1, no_table),
     },
 )
-
-ALL = (NF4,)

@@ -2,7 +2,7 @@
 
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from course_lib.grading.recorder import Recorder
 from course_lib.grading.rules import Seen, array, near, number, same, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.drawing import WORLDS, entry, numbers
+from course_lib.grading.tasks import kit
+from course_lib.grading.tasks.ddp_module import gated_rows
+from course_lib.grading.tasks.drawing import each_world, entry, numbers
 from course_lib.grading.tasks.less import by_step
 from course_lib.grading.tasks.less_bytes import same_bits
-from course_lib.grading.tasks.lora_dpo import Beside, flat, learning
-from course_lib.grading.tasks.lora_layer import LESSON
+from course_lib.grading.tasks.lora_dpo import Beside, flat, frozen
+from course_lib.grading.tasks.models import learning
 from course_lib.grading.tasks.zero_optimizer import Optimizer
 
 SAVED, STEPS = 2, 4
@@ -33,8 +35,8 @@ class Classifier(nn.Module):
     def __init__(self, inputs: dict, rank: int):
         super().__init__()
         self.first, self.second = (Beside(*inputs[name]) for name in ("first", "second"))
-        self.norm = nn.Parameter(torch.from_numpy(inputs["norm"].copy()), requires_grad=False)
-        self.head = nn.Parameter(torch.from_numpy(inputs["head"].copy()))
+        self.norm = nn.Parameter(kit.tensor(inputs["norm"]), requires_grad=False)
+        self.head = nn.Parameter(kit.tensor(inputs["head"]))
         self.register_buffer("seen", torch.zeros(()))
         with torch.no_grad():
             for parameter in learning(self):
@@ -52,31 +54,16 @@ class Classifier(nn.Module):
 def sync_case(rng: random.Random, world: int, optimizer: str, max_norm: float) -> dict:
     """Rows of which rank r's pass the first layer in step s where r + s is even; on one rank always."""
     width, r, labels = rng.randrange(4, 7), 2, rng.randrange(2, 4)
-    rows = [[numbers(rng, 4, width) for _ in range(STEPS)] for _ in range(world)]
-    for rank, steps in enumerate(rows):
-        for step, batch in enumerate(steps):
-            batch[0, 0] = (1 if (rank + step) % 2 == 0 or world == 1 else -1) * (abs(batch[0, 0]) + 0.5)
+    rows = gated_rows(rng, world, STEPS, width)
+    if world == 1:
+        for batch in rows[0]:
+            batch[0, 0] = abs(batch[0, 0])
     layers = {
         name: [numbers(rng, width, width), numbers(rng, r, width), numbers(rng, width, r)]
         for name in ("first", "second")
     }
-    return layers | {
-        "optimizer": optimizer,
-        "max_norm": max_norm,
-        "norm": numbers(rng, width),
-        "head": numbers(rng, labels, width),
-        "rows": rows,
-    }
-
-
-def draw_syncs(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
-    """Each number of ranks, with gradients that are clipped and some that are not."""
-    kinds = [*((world, "Adam", 0.25) for world in worlds), (2, "momentum", 64.0)]
-    return [Case(world, sync_case(rng, world, optimizer, max_norm)) for world, optimizer, max_norm in kinds]
-
-
-def unmoved(model: nn.Module) -> np.ndarray:
-    return flat([parameter for parameter in model.parameters() if not parameter.requires_grad])
+    weights = {"norm": numbers(rng, width), "head": numbers(rng, labels, width)}
+    return layers | {"optimizer": optimizer, "max_norm": max_norm, **weights, "rows": rows}
 
 
 def observe_sync(function: Callable[..., Any], case: Case, rank: int) -> dict:
@@ -85,7 +72,7 @@ def observe_sync(function: Callable[..., Any], case: Case, rank: int) -> dict:
 
     model = Classifier(case.inputs, rank)
     optimizer = Optimizer(case.inputs["optimizer"], learning(model))
-    before, weights, norms = unmoved(model), [], []
+    before, weights, norms = flat(frozen(model)), [], []
     with tempfile.TemporaryDirectory() as folder, Recorder() as record:
         path = Path(folder) / FILE
         trainer = function(model, optimizer, case.inputs["max_norm"])
@@ -104,18 +91,12 @@ def observe_sync(function: Callable[..., Any], case: Case, rank: int) -> dict:
                 trainer.save(path)
         written = sorted(str(file.relative_to(folder)) for file in Path(folder).rglob("*"))
         saved = {name: plain(value) for name, value in load_file(path).items()} if path.is_file() else {}
-    return {
-        "start": start,
-        "weights": np.stack(weights),
-        "loaded": loaded,
-        "norms": np.array(norms),
-        "events": record.events,
-        "files": written,
+    trained = {"start": start, "weights": np.stack(weights), "loaded": loaded, "norms": np.array(norms)}
+    return kit.noted(record, **trained, files=written, seen=float(model.seen)) | {
         "saved names": sorted(saved),
         **{f"saved {name}": value for name, value in saved.items()},
-        "moved": float(np.abs(unmoved(model) - before).max()),
-        "frozen gradients": sum(p.grad is not None for p in model.parameters() if not p.requires_grad),
-        "seen": float(model.seen),
+        "moved": float(np.abs(flat(frozen(model)) - before).max()),
+        "frozen gradients": sum(parameter.grad is not None for parameter in frozen(model)),
     }
 
 
@@ -144,54 +125,38 @@ def as_one(case: Case) -> dict[str, Any]:
         weights.append(flat(parameters))
         if step == SAVED - 1:
             saved = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-    return {
-        "start": start,
-        "weights": np.stack(weights),
-        "norms": np.array(norms),
-        "saved": {name: tuple(value.shape) for name, value in saved.items()},
-    }
+    shapes = {name: tuple(value.shape) for name, value in saved.items()}
+    return {"start": start, "weights": np.stack(weights), "norms": np.array(norms), "saved": shapes}
 
 
 def exact(key: str, first_step: int | None = None) -> Rule:
     """A rule: on each rank what one process has that sees all rows."""
-    return lambda case, seen: near(seen, key, [as_one(case)[key]] * case.world_size, first_step=first_step)
+    return kit.equals(key, as_one, of=key, on_all=True, first_step=first_step)
 
 
-def trained_weights(case: Case, seen: Seen) -> Miss | None:
-    """As one process trains them; what is frozen has not moved, and the model has seen its rows once."""
-    if miss := exact("weights", 1)(case, seen):
-        return miss
-    for rank in range(case.world_size):
-        right = {"moved": 0, "frozen gradients": 0, "seen": 4 * STEPS}
-        actual = {key: number(seen, rank, key) for key in right}
-        if actual != right:
-            return Miss("frozen weights as before, and one pass a step", short(actual), rank)
-    return None
+@kit.each_rank
+def nothing_else(case: Case, seen: Seen, rank: int) -> Miss | None:
+    """What is frozen has not moved, and the model has seen its rows once."""
+    right = {"moved": 0, "frozen gradients": 0, "seen": 4 * STEPS}
+    actual = {key: number(seen, rank, key) for key in right}
+    return kit.unless(actual == right, "frozen weights as before, and one pass a step", short(actual))
 
 
-def adapters_alone(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def adapters_alone(case: Case, seen: Seen, rank: int) -> Miss | None:
     """A broadcast at the start and at the load, an all-reduce in each step, of the trained weights' bytes."""
     size = 4 * len(as_one(case)["start"])
     reduced, sent = [f"all_reduce {size}"], [f"broadcast {size}"]
-    right = [reduced, reduced, [], reduced, sent, reduced]
-    names = ["step 1", "step 2", "save", "step 3", "load", "step 4"]
-    for rank in range(case.world_size):
-        begun = seen[rank].get("events")
-        if not isinstance(begun, list) or "step" not in begun:
-            raise Malformed(Miss("events of steps", short(begun), rank))
-        at = begun.index("step")
-        for name, made, due in zip(
-            ["the start", *names],
-            [[event for event in begun[:at] if event != "wait"], *by_step([{"events": begun[at:]}], 0, len(names))],
-            [sent, *right],
-            strict=True,
-        ):
-            if made != due:
-                return Miss(
-                    f"{', '.join(due) or 'no collective'} in {name}",
-                    short(", ".join(map(str, made)) or "no collective"),
-                    rank,
-                )
+    right = {"step 1": reduced, "step 2": reduced, "save": [], "step 3": reduced, "load": sent, "step 4": reduced}
+    begun = seen[rank].get("events")
+    if not isinstance(begun, list) or "step" not in begun:
+        raise Malformed(Miss("events of steps", short(begun), rank))
+    at = begun.index("step")
+    before = [event for event in begun[:at] if event != "wait"]
+    parts = [before, *by_step([{"events": begun[at:]}], 0, len(right))]
+    for made, (name, due) in zip(parts, {"the start": sent, **right}.items(), strict=True):
+        if made != due:
+            return Miss(f"{kit.listed(due)} in {name}", kit.listed(list(map(str, made))))
     return None
 
 
@@ -203,9 +168,8 @@ def after_the_save(case: Case, seen: Seen) -> np.ndarray:
 def file_of_adapters(case: Case, seen: Seen) -> Miss | None:
     """Rank 0 has written what is trained, by name, in one file, as it was; the others nothing."""
     shapes, held = as_one(case)["saved"], after_the_save(case, seen)
-    if miss := same(seen, "files", [[FILE] * (rank == 0) for rank in range(case.world_size)]):
-        return miss
-    if miss := same(seen[:1], "saved names", [sorted(shapes)]):
+    files = same(seen, "files", [[FILE] * (rank == 0) for rank in range(case.world_size)])
+    if miss := files or same(seen[:1], "saved names", [sorted(shapes)]):
         return miss
     saved = np.concatenate([array(seen, 0, f"saved {name}", shape).reshape(-1) for name, shape in shapes.items()])
     return near([{"saved": saved}], "saved", [held], 1e-6)
@@ -217,20 +181,14 @@ def loaded(case: Case, seen: Seen) -> Miss | None:
 
 
 SYNC = Task(
-    name="lora.sync",
-    lesson=LESSON,
-    function="AdapterParallel",
-    title="Build it: adapters alone travel",
-    difficulty=4,
-    importance=5,
-    minutes=50,
-    draw=draw_syncs,
+    **kit.about("lora.sync"),
+    draw=each_world(sync_case, (2, "momentum", 64.0), usual=("Adam", 0.25)),  # gradients that are clipped or not
     observe=observe_sync,
     own={"rows": entry},
     essential=("weights", "adapters alone travel"),
     properties={
         "start": Property(1, exact("start")),
-        "weights": Property(3, trained_weights),
+        "weights": Property(3, kit.all_of(exact("weights", 1), nothing_else)),
         "same bits": Property(1, same_bits("weights")),
         "norm": Property(1, exact("norms", 1)),
         "adapters alone travel": Property(3, adapters_alone),
@@ -238,5 +196,3 @@ SYNC = Task(
         "loaded": Property(1, loaded),
     },
 )
-
-ALL = (SYNC,)

@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, items, made_by, near, short
+from course_lib.grading.rules import Seen, items, made_by, near
 from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
-from course_lib.grading.tasks.drawing import entry, numbers, whole
+from course_lib.grading.tasks import kit
+from course_lib.grading.tasks.drawing import each_total, entry, numbers, whole
 
-LESSON = "04_distributed_evaluation"
 NO_LABEL = -100
+COLUMNS = ("predictions", "labels", "losses")
 SCORES = ("accuracy", "macro_f1", "loss")
 MIDDLE, END, AGAIN, NEXT = range(1, 5)
 """Calls of `compute`: amid the first epoch, twice at its end, and at the end of the second one."""
@@ -29,11 +29,7 @@ def metric_case(rng: random.Random, world: int, total: int, is_labelled: bool = 
     """
     classes = rng.randrange(3, 6)
     places = [[(rank + world * i) % total for i in range(-(-total // world))] for rank in range(world)]
-    given: dict[str, Any] = {
-        "predictions": [[] for _ in range(world)],
-        "labels": [[] for _ in range(world)],
-        "losses": [[] for _ in range(world)],
-    }
+    given: dict[str, Any] = {name: [[] for _ in range(world)] for name in COLUMNS}
     for epoch in range(2):
         absent = rng.randrange(classes)
         present = np.array([label for label in range(classes) if label != absent])
@@ -49,26 +45,6 @@ def metric_case(rng: random.Random, world: int, total: int, is_labelled: bool = 
     return {"classes": classes, "total": total, "batch": rng.randrange(2, 4), **given}
 
 
-def draw_metrics(rng: random.Random, worlds: Sequence[int] | None = None) -> list[Case]:
-    """The public numbers of rows, or for each number of ranks some of each kind; and rows of which none has a label."""
-    totals = (
-        TOTALS
-        if worlds is None
-        else {
-            world: (
-                rng.choice((1, world - 1)),
-                rng.randrange(2, 5) * world,
-                rng.randrange(3, 6) * world + rng.randrange(1, world),
-            )
-            for world in worlds
-        }
-    )
-    return [
-        *(Case(world, metric_case(rng, world, total)) for world, mine in totals.items() for total in mine),
-        Case(2, metric_case(rng, 2, 3, is_labelled=False)),
-    ]
-
-
 def key(name: str, call: int) -> str:
     """Name of a score in an observation."""
     return f"{name} of compute() number {call}"
@@ -77,7 +53,7 @@ def key(name: str, call: int) -> str:
 def observe_metric(function: Callable[..., Any], case: Case, rank: int) -> dict:
     given, called = case.inputs, 0
     seen: dict[str, Any] = {}
-    columns = [given[name][rank] for name in ("predictions", "labels", "losses")]
+    columns = [given[name][rank] for name in COLUMNS]
 
     def compute() -> None:
         nonlocal called
@@ -85,8 +61,7 @@ def observe_metric(function: Callable[..., Any], case: Case, rank: int) -> dict:
         scores = metric.compute()
         record.note("computed")
         called += 1
-        kinds = [type(scores[name]).__name__ for name in SCORES]
-        confusion = scores["confusion"]
+        kinds, confusion = [type(scores[name]).__name__ for name in SCORES], scores["confusion"]
         seen.update({key(name, called): plain(scores[name]) for name in (*SCORES, "confusion")})
         seen[f"types {called}"] = [*kinds, str(getattr(confusion, "dtype", type(confusion).__name__))]
 
@@ -99,9 +74,7 @@ def observe_metric(function: Callable[..., Any], case: Case, rank: int) -> dict:
             for number, start in enumerate(range(0, length, given["batch"])):
                 if epoch == 0 and number == 1:
                     compute()
-                metric.update(
-                    *(torch.from_numpy(column[epoch][start : start + given["batch"]].copy()) for column in columns)
-                )
+                metric.update(*(kit.tensor(column[epoch][start : start + given["batch"]]) for column in columns))
             if epoch == 0 and length <= given["batch"]:
                 compute()
             compute()
@@ -115,11 +88,11 @@ def counted(case: Case, call: int) -> dict[str, Any]:
     given, world = case.inputs, case.world_size
     rows = min(given["batch"], len(given["labels"][0][0])) if call == MIDDLE else None
     columns = {}
-    for name in ("predictions", "labels", "losses"):
+    for name in COLUMNS:
         ranks = [given[name][rank][call == NEXT][:rows] for rank in range(world)]
         columns[name] = np.stack(ranks, axis=1).reshape(-1)[: given["total"]]
     counts = columns["labels"] != NO_LABEL
-    predictions, labels, losses = (columns[name][counts] for name in ("predictions", "labels", "losses"))
+    predictions, labels, losses = (columns[name][counts] for name in COLUMNS)
     confusion = np.zeros((given["classes"], given["classes"]))
     np.add.at(confusion, (labels, predictions), 1)
     hits, named = confusion.diagonal(), confusion.sum(0) + confusion.sum(1)
@@ -145,47 +118,32 @@ def scores_are(names: Sequence[str], calls: Sequence[int]) -> Rule:
     return rule
 
 
-def one_collective(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def one_collective(case: Case, seen: Seen, rank: int) -> Miss | None:
     """One in each call of `compute`, of the counts alone, and none elsewhere."""
     limit = 8 * (case.inputs["classes"] ** 2 + 4)
-    for rank in range(case.world_size):
-        made, happened = made_by(seen, rank), items(seen, rank, "events", str)
-        inside, within = False, []
-        for event in happened:
-            inside = event == "compute" or (inside and event != "computed")
-            within += [event] * (inside and event in made)
-        if happened.count("compute") != 4 or len(within) != len(made):
-            return Miss("collectives in compute() alone", short(", ".join(happened)), rank)
-        most = max((int(event.split()[1]) for event in made), default=0)
-        if not (len(made) == 4 or (case.world_size == 1 and not made)) or most > limit:
-            return Miss(
-                f"in each of 4 calls of compute() a collective of at most {limit} bytes",
-                short(", ".join(made) or "none"),
-                rank,
-            )
-    return None
+    made, happened = made_by(seen, rank), items(seen, rank, "events", str)
+    calls = kit.by_step(seen, rank, "compute")
+    inside = [event for call in calls for event in call[: call.index("computed") if "computed" in call else None]]
+    if len(calls) != 4 or sum(event in made for event in inside) != len(made):
+        return Miss("collectives in compute() alone", kit.listed(happened, ""))
+    fits = len(made) == 4 or (case.world_size == 1 and not made)
+    said = f"in each of 4 calls of compute() a collective of at most {limit} bytes"
+    return kit.unless(fits and kit.largest(made) <= limit, said, kit.listed(made, "none"))
 
 
-def types_are(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def types_are(case: Case, seen: Seen, rank: int) -> Miss | None:
     right = ["float", "float", "float", "torch.int64"]
-    for rank in range(case.world_size):
-        for call in (MIDDLE, END, AGAIN, NEXT):
-            if (kinds := items(seen, rank, f"types {call}", str)) != right:
-                return Miss(
-                    f"accuracy, macro_f1, loss and confusion as {', '.join(right)}", short(", ".join(kinds)), rank
-                )
+    for call in (MIDDLE, END, AGAIN, NEXT):
+        if (kinds := items(seen, rank, f"types {call}", str)) != right:
+            return Miss(f"accuracy, macro_f1, loss and confusion as {', '.join(right)}", kit.listed(kinds, ""))
     return None
 
 
 METRIC = Task(
-    name="evaluation.metric",
-    lesson=LESSON,
-    function="Metric",
-    title="Build it: a metric of all ranks",
-    difficulty=4,
-    importance=5,
-    minutes=45,
-    draw=draw_metrics,
+    **kit.about("evaluation.metric"),
+    draw=each_total(metric_case, TOTALS, 3, (2, 3, False)),  # of the last no row has a label
     observe=observe_metric,
     own={"predictions": entry, "labels": entry, "losses": entry},
     essential=("counts", "scores"),
@@ -198,5 +156,3 @@ METRIC = Task(
         "types": Property(1, types_are),
     },
 )
-
-ALL = (METRIC,)

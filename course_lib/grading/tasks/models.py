@@ -1,7 +1,7 @@
 """Small models for exercises: chains of layers with what real models have, a frozen, a shared and an unused weight."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from inspect import isfunction
 from itertools import pairwise
 from typing import Any
@@ -107,11 +107,40 @@ def flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([array.reshape(-1) for array in arrays])
 
 
+def learning(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that ask for a gradient, each once, whether they get one or not."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def all_weights(parameters: Iterable[Tensor]) -> Tensor:
+    """A copy of parameters as they are, one behind the other."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters]).clone()
+
+
+def all_gradients(parameters: Iterable[Tensor]) -> Tensor:
+    """A copy of their gradients, one behind the other; zeros where there is none."""
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]).clone()
+
+
 def gradients_of(model: nn.Module) -> Tensor:
-    """The gradients of what is trained, one behind the other; zeros where there is none."""
-    return torch.cat(
-        [torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1) for p in trained(model)]
-    )
+    """A copy of the gradients of what is trained, one behind the other."""
+    return all_gradients(trained(model))
+
+
+@torch.no_grad()
+def descend(parameters: Iterable[Tensor], rate: float) -> None:
+    """A step of SGD; parameters without a gradient stay."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.sub_(rate * parameter.grad)
+
+
+def give_mean_gradients(models: Sequence[nn.Module], factor: float = 1.0) -> None:
+    """Put the mean of the models' gradients, or so many times it, in the place of each one's."""
+    for copies in zip(*(learning(model) for model in models), strict=True):
+        gradients = [copy.grad for copy in copies if copy.grad is not None]
+        for copy in copies if gradients else ():
+            copy.grad = torch.stack(gradients).mean(0) * factor
 
 
 def backwards(model: nn.Module, rows: Sequence[np.ndarray]) -> Iterator[int]:
@@ -127,7 +156,7 @@ def local_gradients(case: Case) -> list[np.ndarray]:
     made = []
     for rows in case.inputs["rows"]:
         model = chain(case.inputs)
-        made.append(np.stack([gradients_of(model).numpy().copy() for _ in backwards(model, rows)]))
+        made.append(np.stack([gradients_of(model).numpy() for _ in backwards(model, rows)]))
     return made
 
 

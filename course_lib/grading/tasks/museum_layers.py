@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, events, items, near, number, result
+from course_lib.grading.rules import Seen, events, items, near, number
 from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import along, each_world, numbers
-
-LESSON = "16_gradient_audit"
 
 # --- museum.entry ---
 
@@ -38,46 +37,37 @@ def entry_case(rng: random.Random, world: int) -> dict:
 def observe_entry(function: Callable[..., Any], case: Case, rank: int) -> dict:
     """Two backwards: one with a gradient that lies in memory as it is read, one with a transposed one."""
     seen: dict[str, Any] = {}
-    for name, arriving in zip(
-        ("plain", "transposed"), torch.from_numpy(case.inputs["arriving"][rank].copy()), strict=True
-    ):
+    for name, arriving in zip(("plain", "transposed"), kit.tensor(case.inputs["arriving"][rank]), strict=True):
         if name == "transposed":
             arriving = arriving.mT.contiguous().mT
-        x, before = torch.from_numpy(case.inputs["x"].copy()).requires_grad_(), arriving.clone()
+        x, before = kit.tensor(case.inputs["x"]).requires_grad_(), arriving.clone()
         output = function(x)
         _Hands.apply(output, arriving).backward()
         seen |= {name: plain(x.grad), f"{name} changed": float((arriving - before).abs().max())}
     return seen | {"output": plain(output)}
 
 
-def entered(place: int) -> Callable[[Case], list[np.ndarray]]:
-    return lambda case: [case.inputs["arriving"][:, place].astype(np.float64).sum(0)] * case.world_size
+def entered(case: Case) -> np.ndarray:
+    """The sums of both backwards."""
+    return case.inputs["arriving"].astype(np.float64).sum(0)
 
 
-def left_alone(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        for name in ("plain", "transposed"):
-            if number(seen, rank, f"{name} changed") != 0:
-                return Miss("the arriving gradient as it was", "changed in place", rank)
-    return None
+@kit.each_rank
+def left_alone(case: Case, seen: Seen, rank: int) -> Miss | None:
+    is_as_it_was = all(number(seen, rank, f"{name} changed") == 0 for name in ("plain", "transposed"))
+    return kit.unless(is_as_it_was, "the arriving gradient as it was", "changed in place")
 
 
 ENTRY = Task(
-    name="museum.entry",
-    lesson=LESSON,
-    function="enter_split_layer",
-    title="Exhibit 5: the entry of a split layer",
-    difficulty=2,
-    importance=5,
-    minutes=20,
+    **kit.about("museum.entry"),
     draw=each_world(entry_case),
     observe=observe_entry,
     own={"arriving": along(0)},
     essential=("output", "gradient", "transposed gradient"),
     properties={
-        "output": Property(1, result("output", lambda case: [case.inputs["x"]] * case.world_size)),
-        "gradient": Property(2, result("plain", entered(0))),
-        "transposed gradient": Property(3, result("transposed", entered(1))),
+        "output": Property(1, kit.equals("output", lambda case: case.inputs["x"], on_all=True)),
+        "gradient": Property(2, kit.equals("plain", entered, of=0, on_all=True)),
+        "transposed gradient": Property(3, kit.equals("transposed", entered, of=1, on_all=True)),
         "arriving gradient left alone": Property(1, left_alone),
     },
 )
@@ -97,15 +87,11 @@ def exit_case(rng: random.Random, world: int) -> dict:
 
 
 def observe_exit(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    leaves = {
-        name: torch.from_numpy(
-            (case.inputs[name] if name == "bias" else case.inputs[name][rank]).copy()
-        ).requires_grad_()
-        for name in ("x", "weight", "bias")
-    }
+    given = {name: case.inputs[name] if name == "bias" else case.inputs[name][rank] for name in ("x", "weight", "bias")}
+    leaves = {name: kit.tensor(values).requires_grad_() for name, values in given.items()}
     output = function(*leaves.values())
-    (output * torch.from_numpy(case.inputs["arriving"].copy())).sum().backward()
-    return {"output": plain(output)} | {name: plain(leaf.grad) for name, leaf in leaves.items()}
+    (output * kit.tensor(case.inputs["arriving"])).sum().backward()
+    return plain({"output": output, **kit.gradients(leaves)})
 
 
 def by_whole_layer(case: Case) -> dict[str, list[np.ndarray]]:
@@ -121,21 +107,11 @@ def by_whole_layer(case: Case) -> dict[str, list[np.ndarray]]:
 
 
 def of_layer(*names: str) -> Rule:
-    def rule(case: Case, seen: Seen) -> Miss | None:
-        right = by_whole_layer(case)
-        return next((miss for name in names if (miss := near(seen, name, right[name]))), None)
-
-    return rule
+    return kit.all_of(*(kit.equals(name, by_whole_layer, of=name) for name in names))
 
 
 EXIT = Task(
-    name="museum.exit",
-    lesson=LESSON,
-    function="leave_split_layer",
-    title="Exhibit 6: the exit of a split layer",
-    difficulty=2,
-    importance=4,
-    minutes=20,
+    **kit.about("museum.exit"),
     draw=each_world(exit_case),
     observe=observe_exit,
     own={"x": along(0), "weight": along(0)},
@@ -169,9 +145,7 @@ def draw_norm(rng: random.Random, worlds: tuple[int, ...] = (1, 2, 3)) -> list[C
 
 
 def observe_norm(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    whole, split = (
-        list(torch.from_numpy(tensors.copy())) for tensors in (case.inputs["whole"], case.inputs["split"][rank])
-    )
+    whole, split = (list(kit.tensor(values)) for values in (case.inputs["whole"], case.inputs["split"][rank]))
     norm = function(whole, split, case.inputs["most"])
     return {"norm": plain(norm), "whole": plain(torch.stack(whole)), "split": plain(torch.stack(split))}
 
@@ -180,34 +154,26 @@ def norm_of(case: Case) -> float:
     return float(np.sqrt(sum((case.inputs[name].astype(np.float64) ** 2).sum() for name in ("whole", "split"))))
 
 
-def scaled(kind: str) -> Rule:
-    def rule(case: Case, seen: Seen) -> Miss | None:
-        factor = min(1.0, case.inputs["most"] / norm_of(case))
-        for rank in range(case.world_size):
-            number(seen, rank, "norm")
-        if case.inputs["kind"] != kind:
-            return None
-        return near(seen, "whole", [case.inputs["whole"] * factor] * case.world_size) or near(
-            seen, "split", list(case.inputs["split"] * factor)
-        )
+def clipped(case: Case) -> dict[str, list[np.ndarray]]:
+    factor = min(1.0, case.inputs["most"] / norm_of(case))
+    return {"whole": [case.inputs["whole"] * factor] * case.world_size, "split": list(case.inputs["split"] * factor)}
 
-    return rule
+
+def scaled(kind: str) -> Rule:
+    return kit.all_of(
+        kit.reads(lambda case, seen: [number(seen, rank, "norm") for rank in range(case.world_size)]),
+        *(kit.equals(name, clipped, kind, of=name) for name in ("whole", "split")),
+    )
 
 
 NORM = Task(
-    name="museum.norm",
-    lesson=LESSON,
-    function="clip_by_norm",
-    title="Exhibit 7: the norm that clips",
-    difficulty=3,
-    importance=5,
-    minutes=20,
+    **kit.about("museum.norm"),
     draw=draw_norm,
     observe=observe_norm,
     own={"split": along(0)},
     essential=("norm", "what is clipped"),
     properties={
-        "norm": Property(3, result("norm", lambda case: [np.array(norm_of(case))] * case.world_size)),
+        "norm": Property(3, kit.equals("norm", norm_of, on_all=True)),
         "what is clipped": Property(2, scaled(CLIPPED)),
         "what is small enough": Property(1, scaled(SMALL)),
     },
@@ -232,54 +198,41 @@ def stage(case: Case, rank: int) -> dict[str, np.ndarray]:
 
 
 def observe_tied(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    gradients = {name: torch.from_numpy(one.copy()) for name, one in stage(case, rank).items()}
+    gradients = {name: kit.tensor(one) for name, one in stage(case, rank).items()}
     with Recorder() as record:
         function(gradients)
-    return {"names": sorted(gradients), "events": record.events} | {
-        name: plain(gradient) for name, gradient in gradients.items()
-    }
+    return kit.noted(record, names=sorted(gradients), **gradients)
 
 
 def tied_sum(case: Case, seen: Seen) -> Miss | None:
     last = case.world_size - 1
     right = case.inputs["gradients"][0, 0].astype(np.float64) + case.inputs["gradients"][last, 1]
-    for rank, name in ((0, EMBEDDING), (last, HEAD)):
-        if miss := near([{name: seen[rank].get(name)}], name, [right]):
-            return Miss(miss.expected, miss.found, rank, miss.note)
-    return None
+    ends = ((0, EMBEDDING), (last, HEAD))
+    return next((miss for rank, name in ends if (miss := kit.on_rank(near(seen[rank:], name, [right]), rank))), None)
 
 
-def between_the_ends(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def between_the_ends(case: Case, seen: Seen, rank: int) -> Miss | None:
     """Messages between the first and the last stage alone, of one gradient each; all else is as it was."""
+    items(seen, rank, "names", str)
     last, size = case.world_size - 1, case.inputs["gradients"][0, 0].nbytes
-    for rank in range(case.world_size):
-        items(seen, rank, "names", str)
-        words = [event.split() for event in events(seen, rank) if event != "wait"]
-        peer = {0: last, last: 0}.get(rank)
-        sent = sum(int(said[1]) for said in words if said[0] == "send" and said[1:] == [str(size), "to", str(peer)])
-        others = [" ".join(said) for said in words if said[0] not in ("send", "recv")]
-        if last and (sent != (0 if peer is None else size) or others or (peer is None and words)):
-            listed = ", ".join(" ".join(said) for said in words) or "nothing"
-            return Miss("a send and a receive between the first and the last stage alone", listed, rank)
-        name = f"blocks.{rank}.weight"
-        if miss := near([{name: seen[rank].get(name)}], name, [stage(case, rank)[name]]):
-            return Miss(miss.expected, miss.found, rank)
+    made, peer = [event for event in events(seen, rank) if event != "wait"], {0: last, last: 0}.get(rank)
+    sent = size * made.count(f"send {size} to {peer}")
+    others = [event for event in made if event.split()[0] not in ("send", "recv")]
+    if last and (sent != (0 if peer is None else size) or others or (peer is None and made)):
+        found = ", ".join(made) or "nothing"
+        return Miss("a send and a receive between the first and the last stage alone", found)
+    name = f"blocks.{rank}.weight"
+    if miss := near(seen[rank:], name, [stage(case, rank)[name]]):
+        return Miss(miss.expected, miss.found)
     return tied_sum(case, seen) if not last else None
 
 
 TIED = Task(
-    name="museum.tied",
-    lesson=LESSON,
-    function="sum_tied",
-    title="Exhibit 8: one weight on two stages",
-    difficulty=3,
-    importance=4,
-    minutes=25,
+    **kit.about("museum.tied"),
     draw=each_world(tied_case),
     observe=observe_tied,
     own={"gradients": along(0)},
     essential=("tied gradients",),
     properties={"tied gradients": Property(3, tied_sum), "who talks to whom": Property(2, between_the_ends)},
 )
-
-ALL = (ENTRY, EXIT, NORM, TIED)

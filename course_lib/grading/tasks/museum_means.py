@@ -9,17 +9,10 @@ import torch
 import torch.distributed as dist
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, array, calls, made_by, near, only, result
+from course_lib.grading.rules import Seen, array, calls, made_by, near
 from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import along, each_world, numbers
-
-LESSON = "16_gradient_audit"
-
-
-def of_rank(case: Case, rank: int, name: str) -> np.ndarray:
-    """A rank's entry of an input with one for each."""
-    return case.inputs[name][rank]
-
 
 # --- museum.mixture ---
 
@@ -46,10 +39,7 @@ def mixture_case(rng: random.Random, world: int) -> dict:
 
 
 def observe_mixture(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    gradients = {
-        name: torch.from_numpy(one.copy())
-        for name, one in zip(case.inputs["names"], of_rank(case, rank, "gradients"), strict=True)
-    }
+    gradients = dict(zip(case.inputs["names"], map(kit.tensor, case.inputs["gradients"][rank]), strict=True))
     function(gradients)
     return {kind: plain(torch.stack([gradients[name] for name in names])) for kind, names in KINDS.items()}
 
@@ -60,17 +50,11 @@ def mean_of(kind: str) -> Rule:
         ours = case.inputs["gradients"].astype(np.float64)[:, chosen] / case.world_size
         return list(ours) if kind == "experts" else [ours.sum(0)] * case.world_size
 
-    return result(kind, oracle)
+    return kit.equals(kind, oracle)
 
 
 MIXTURE = Task(
-    name="museum.mixture",
-    lesson=LESSON,
-    function="reduce_mixture",
-    title="Exhibit 1: a mixture of experts",
-    difficulty=1,
-    importance=5,
-    minutes=15,
+    **kit.about("museum.mixture"),
     draw=each_world(mixture_case),
     observe=observe_mixture,
     own={"gradients": along(0)},
@@ -86,17 +70,10 @@ MIXTURE = Task(
 
 # --- museum.experts ---
 
-WORLDS = (1, 2, 4)
-"""Ranks that can be laid out as copies of ranks with different experts."""
-
 
 def experts_case(rng: random.Random, world: int) -> dict:
     expert_ranks = {1: 1, 2: 2, 4: 2, 6: rng.choice((2, 3))}[world]
     return {"expert_ranks": expert_ranks, "gradient": numbers(rng, world, rng.randrange(2, 5), 3)}
-
-
-def draw_experts(rng: random.Random, worlds: tuple[int, ...] = WORLDS) -> list[Case]:
-    return each_world(experts_case)(rng, worlds)
 
 
 def copies(case: Case, rank: int) -> list[int]:
@@ -106,16 +83,16 @@ def copies(case: Case, rank: int) -> list[int]:
 
 def observe_experts(function: Callable[..., Any], case: Case, rank: int) -> dict:
     groups = [dist.new_group(copies(case, first)) for first in range(case.inputs["expert_ranks"])]
-    gradient = torch.from_numpy(of_rank(case, rank, "gradient").copy())
+    gradient = kit.tensor(case.inputs["gradient"][rank])
     with Recorder() as record:
         function(gradient, groups[rank % case.inputs["expert_ranks"]])
     # Of one copy alone there is nothing to send, so nothing that the grader could find on the wire.
     return {"gradient": plain(gradient), "events": record.events if len(copies(case, rank)) > 1 else []}
 
 
-def sent_to_copies(case: Case) -> list[int]:
-    """Bytes of each message; the ranks of a case have equally many copies."""
-    return [case.inputs["gradient"][0].nbytes] * (len(copies(case, 0)) > 1)
+def sent_to_copies(case: Case) -> list[str]:
+    """The ranks of a case have equally many copies."""
+    return [f"all_reduce {case.inputs['gradient'][0].nbytes}"] * (len(copies(case, 0)) > 1)
 
 
 def mean_over_copies(case: Case) -> list[np.ndarray]:
@@ -124,20 +101,14 @@ def mean_over_copies(case: Case) -> list[np.ndarray]:
 
 
 EXPERTS = Task(
-    name="museum.experts",
-    lesson=LESSON,
-    function="reduce_experts",
-    title="Exhibit 2: experts and their copies",
-    difficulty=2,
-    importance=4,
-    minutes=15,
-    draw=draw_experts,
+    **kit.about("museum.experts"),
+    draw=each_world(experts_case, worlds=(1, 2, 4)),  # that can be laid out as copies of ranks with different experts
     observe=observe_experts,
     own={"gradient": along(0)},
     essential=("gradient",),
     properties={
-        "gradient": Property(3, result("gradient", mean_over_copies)),
-        "one all-reduce": Property(1, only("all_reduce", sent_to_copies)),
+        "gradient": Property(3, kit.equals("gradient", mean_over_copies)),
+        "one all-reduce": Property(1, kit.made_are(sent_to_copies)),
     },
 )
 
@@ -159,10 +130,10 @@ def parts_of(gradients: list[np.ndarray], rank: int, world_size: int) -> list[np
 
 
 def observe_buckets(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    gradients = [torch.from_numpy(gradient[rank].copy()) for gradient in case.inputs["gradients"]]
+    gradients = [kit.tensor(gradient[rank]) for gradient in case.inputs["gradients"]]
     with Recorder() as record:
         function(gradients, case.inputs["limit"])
-    return {"gradients": [plain(gradient) for gradient in gradients], "events": record.events}
+    return kit.noted(record, gradients=gradients)
 
 
 def sizes_of(case: Case) -> list[int]:
@@ -188,30 +159,23 @@ def mean_of_size(chosen: Callable[[int, int], bool]) -> Rule:
     return rule
 
 
-def few_messages(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def few_messages(case: Case, seen: Seen, rank: int) -> Miss | None:
     """None larger than a bucket but those of larger gradients, and together no more than neighbours would need."""
     limit, sizes = case.inputs["limit"], sizes_of(case)
     larger = sorted(4 * size for size in sizes if size > limit)
     buckets, filled = 0, limit + 1
     for size in (size for size in sizes if size <= limit):
         buckets, filled = (buckets + 1, size) if filled + size > limit else (buckets, filled + size)
-    for rank in range(case.world_size):
-        made = calls(seen, rank, "all_reduce")
-        if sorted(size for size in made if size > 4 * limit) != larger:
-            return Miss(f"no bucket of more than {limit} numbers", f"messages of {sorted(made)} bytes", rank)
-        if not len(larger) < len(made) <= len(larger) + buckets or len(made) != len(made_by(seen, rank)):
-            return Miss(f"at most {len(larger) + buckets} messages", f"{len(made_by(seen, rank))}", rank)
-    return None
+    made, total = calls(seen, rank, "all_reduce"), len(made_by(seen, rank))
+    if sorted(size for size in made if size > 4 * limit) != larger:
+        return Miss(f"no bucket of more than {limit} numbers", f"messages of {sorted(made)} bytes")
+    fits = len(larger) < len(made) <= len(larger) + buckets and len(made) == total
+    return kit.unless(fits, f"at most {len(larger) + buckets} messages", f"{total}")
 
 
 BUCKETS = Task(
-    name="museum.buckets",
-    lesson=LESSON,
-    function="average_in_buckets",
-    title="Exhibit 3: buckets of a fixed size",
-    difficulty=2,
-    importance=4,
-    minutes=20,
+    **kit.about("museum.buckets"),
     draw=each_world(buckets_case),
     observe=observe_buckets,
     own={"gradients": parts_of},
@@ -241,17 +205,17 @@ def outer_case(rng: random.Random, world: int) -> dict:
 
 
 def observe_outer(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    before = torch.from_numpy(case.inputs["before"].copy())
+    before = kit.tensor(case.inputs["before"])
     momentum = torch.zeros_like(before)
     seen: dict[str, list] = {"weights": [], "momentum": []}
     with Recorder() as record:
-        for walk in of_rank(case, rank, "walks"):
-            weights = before + torch.from_numpy(walk.copy())  # what the rank's own steps made of them
+        for walk in case.inputs["walks"][rank]:
+            weights = before + kit.tensor(walk)  # what the rank's own steps made of them
             function(weights, before, momentum, case.inputs["rate"], case.inputs["beta"])
             seen["weights"].append(weights.clone())
             seen["momentum"].append(momentum.clone())
             before = weights.clone()
-    return {name: plain(torch.stack(values)) for name, values in seen.items()} | {"events": record.events}
+    return kit.noted(record, **{name: torch.stack(values) for name, values in seen.items()})
 
 
 def by_outer_steps(case: Case) -> dict[str, np.ndarray]:
@@ -266,18 +230,16 @@ def by_outer_steps(case: Case) -> dict[str, np.ndarray]:
     return {name: np.stack(values) for name, values in traces.items()}
 
 
+def one_in_each_step(case: Case) -> list[str]:
+    return [f"all_reduce {case.inputs['before'].nbytes}"] * STEPS
+
+
 def of_outer_steps(name: str) -> Rule:
-    return result(name, lambda case: [by_outer_steps(case)[name]] * case.world_size, first_step=0)
+    return kit.equals(name, by_outer_steps, of=name, on_all=True, first_step=0)
 
 
 OUTER = Task(
-    name="museum.outer",
-    lesson=LESSON,
-    function="outer_step",
-    title="Exhibit 4: an outer optimizer",
-    difficulty=2,
-    importance=3,
-    minutes=15,
+    **kit.about("museum.outer"),
     draw=each_world(outer_case),
     observe=observe_outer,
     own={"walks": along(0)},
@@ -285,8 +247,6 @@ OUTER = Task(
     properties={
         "weights": Property(3, of_outer_steps("weights")),
         "momentum": Property(2, of_outer_steps("momentum")),
-        "one all-reduce": Property(1, only("all_reduce", lambda case: [case.inputs["before"].nbytes] * STEPS)),
+        "one all-reduce": Property(1, kit.made_are(one_in_each_step)),
     },
 )
-
-ALL = (MIXTURE, EXPERTS, BUCKETS, OUTER)

@@ -8,6 +8,7 @@ from typing import Any
 from course_lib.errors import ConfigError
 from course_lib.grading.rules import Seen, items, number, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import alone, in_turn
 from course_lib.modeling.dealing import deal_out
 from course_lib.parallel.pipeline.actions import Action, Schedule, loop
@@ -15,7 +16,6 @@ from course_lib.parallel.pipeline.schedules import make
 from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.validation import check, in_flight
 
-LESSON = "07_pipeline_schedules"
 COSTS = Costs()
 """F, I and W of one unit each, messages of none."""
 
@@ -70,19 +70,13 @@ def drawn(schedule: Schedule) -> str:
     return "\n".join(["your table, · is waiting:", *rows])
 
 
-def runs(case: Case, seen: Seen) -> Miss | None:
-    table(case, seen)
-    return None
-
-
 def waits_no_longer(name: str) -> Rule:
     """The bubble is at most that of the course's own table of this name."""
 
     def rule(case: Case, seen: Seen) -> Miss | None:
-        own = simulate(reference(name, case), COSTS).bubble
         schedule = table(case, seen)
-        bubble = simulate(schedule, COSTS).bubble
-        return None if bubble <= own else Miss(f"a bubble of {own}", f"{bubble}", note=drawn(schedule))
+        own, bubble = (simulate(one, COSTS).bubble for one in (reference(name, case), schedule))
+        return kit.unless(bubble <= own, f"a bubble of {own}", f"{bubble}", drawn(schedule))
 
     return rule
 
@@ -91,13 +85,12 @@ def holds_no_more(name: str) -> Rule:
     """No rank holds more micro-batches than in the course's own table."""
 
     def rule(case: Case, seen: Seen) -> Miss | None:
-        for rank, (own, peak) in enumerate(
-            zip(in_flight(reference(name, case)), in_flight(table(case, seen)), strict=True)
-        ):
+        schedule = table(case, seen)
+        both = zip(in_flight(reference(name, case)), in_flight(schedule), strict=True)
+        for rank, (own, peak) in enumerate(both):
             if peak > own:
-                return Miss(
-                    f"at most {own} micro-batches in flight in row {rank}", f"{peak}", note=drawn(table(case, seen))
-                )
+                said = f"at most {own} micro-batches in flight in row {rank}"
+                return Miss(said, f"{peak}", note=drawn(schedule))
         return None
 
     return rule
@@ -121,56 +114,24 @@ def observe_rows(function: Callable[..., Any], case: Case, rank: int) -> dict:
     return {"rows": [plain(function(row, **case.inputs)) for row in range(case.inputs["ranks"])]}
 
 
-def schedule_task(kind: str, **described: Any) -> Task:
+def schedule_task(name: str, kind: str, inputs: Callable[[random.Random], dict], essential: str) -> Task:
     """A task that asks for one rank's row of a table, judged by what the whole table does."""
     return Task(
-        lesson=LESSON,
+        **kit.about(name),
+        draw=alone(inputs),
         observe=observe_rows,
-        needs_ranks=False,
-        **described,
+        essential=("runs", essential),
         properties={
-            "runs": Property(2, runs),
+            "runs": Property(2, kit.reads(table)),
             "bubble": Property(2, waits_no_longer(kind)),
             "in flight": Property(2, holds_no_more(kind)),
         },
     )
 
 
-ONE_F_ONE_B = schedule_task(
-    "1f1b",
-    name="pipeline.1f1b",
-    function="one_f_one_b",
-    title="One forward, one backward",
-    difficulty=3,
-    importance=5,
-    minutes=25,
-    draw=alone(pipeline_case),
-    essential=("runs", "in flight"),
-)
-
-INTERLEAVED = schedule_task(
-    "interleaved",
-    name="pipeline.interleaved",
-    function="interleaved",
-    title="Two stages per rank, half the bubble",
-    difficulty=4,
-    importance=3,
-    minutes=40,
-    draw=alone(interleaved_case),
-    essential=("runs", "bubble"),
-)
-
-ZERO_BUBBLE = schedule_task(
-    "zb_h1",
-    name="pipeline.zero_bubble",
-    function="zb_h1",
-    title="Fill the bubble with W",
-    difficulty=4,
-    importance=4,
-    minutes=30,
-    draw=alone(pipeline_case),
-    essential=("runs", "bubble"),
-)
+ONE_F_ONE_B = schedule_task("pipeline.1f1b", "1f1b", pipeline_case, essential="in flight")
+INTERLEAVED = schedule_task("pipeline.interleaved", "interleaved", interleaved_case, essential="bubble")
+ZERO_BUBBLE = schedule_task("pipeline.zero_bubble", "zb_h1", pipeline_case, essential="bubble")
 
 
 # --- pipeline.balance ---
@@ -203,31 +164,22 @@ def stage_costs(case: Case, seen: Seen) -> list[int]:
     return [sum(case.inputs["costs"][a:b]) for a, b in zip(ends, ends[1:], strict=False)]
 
 
-def is_a_split(case: Case, seen: Seen) -> Miss | None:
-    stage_costs(case, seen)
-    return None
-
-
 def dearest_is_cheapest(case: Case, seen: Seen) -> Miss | None:
     ends = [0, *deal_out(case.inputs["costs"], case.inputs["stages"]), len(case.inputs["costs"])]
     best = max(sum(case.inputs["costs"][a:b]) for a, b in zip(ends, ends[1:], strict=False))
     dearest = max(stage_costs(case, seen))
-    return None if dearest == best else Miss(f"a dearest stage of {best}", f"{dearest} for {case.inputs['costs']}")
+    return kit.unless(dearest == best, f"a dearest stage of {best}", f"{dearest} for {case.inputs['costs']}")
 
 
 BALANCE = Task(
-    name="pipeline.balance",
-    lesson=LESSON,
-    function="split",
-    title="Cut a model into even stages",
-    difficulty=3,
-    importance=4,
-    minutes=30,
+    **kit.about("pipeline.balance"),
     draw=in_turn(balance_case, 8),
     observe=observe_split,
-    needs_ranks=False,
     essential=("dearest stage",),
-    properties={"contiguous stages": Property(1, is_a_split), "dearest stage": Property(3, dearest_is_cheapest)},
+    properties={
+        "contiguous stages": Property(1, kit.reads(stage_costs)),
+        "dearest stage": Property(3, dearest_is_cheapest),
+    },
 )
 
 
@@ -253,23 +205,14 @@ def bubble_is(key: str) -> Rule:
         others = case.inputs["ranks"] - 1
         right = Fraction(others, lap * case.inputs["microbatches"] + others)
         share = number(seen, 0, key)
-        return None if abs(share - right) < 1e-9 else Miss(f"{right} of the step", f"{share:.6g} for {case.inputs}")
+        return kit.unless(abs(share - right) < 1e-9, f"{right} of the step", f"{share:.6g} for {case.inputs}")
 
     return rule
 
 
 BUBBLE = Task(
-    name="pipeline.bubble",
-    lesson=LESSON,
-    function="bubble",
-    title="The bubble's formula",
-    difficulty=1,
-    importance=4,
-    minutes=10,
+    **kit.about("pipeline.bubble"),
     draw=alone(bubble_case),
     observe=observe_bubble,
-    needs_ranks=False,
     properties={"1F1B": Property(1, bubble_is("plain")), "interleaved": Property(1, bubble_is("interleaved"))},
 )
-
-ALL = (BUBBLE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, BALANCE)

@@ -1,15 +1,15 @@
 """Lesson 09, to build: a planner that cuts uneven layers into stages and picks what fits on every rank."""
 
 import random
-import re
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Any
 
 from course_lib.grading.rules import Seen, items, kind, raised, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import in_turn
-from course_lib.grading.tasks.planning import LESSON, exactly, refused
+from course_lib.grading.tasks.planning import exactly, refused, says_least
 
 FIELDS = ("data", "stages", "zero", "cut", "memory", "seconds")
 PROBES = 5
@@ -78,15 +78,16 @@ TIES = (
 stage of ZeRO has more stages, fewer stages take more memory, an earlier cut takes more, several cuts take as much."""
 
 
+def layer(parameters: int, activations: int, seconds: float) -> dict[str, Any]:
+    return {"parameters": parameters, "activations": activations, "seconds": seconds}
+
+
 def tied_case(rng: random.Random, place: int) -> dict:
     """One of `TIES` in other units; messages take no time."""
     *layers, gpus, micro_batches, capacity = TIES[place % len(TIES)]
     unit, pace = rng.randrange(1, 9), rng.randrange(1, 9) / 8
     given: dict[str, Any] = {
-        "layers": [
-            {"parameters": unit * parameters, "activations": unit * activations, "seconds": pace * seconds}
-            for parameters, activations, seconds in layers
-        ],
+        "layers": [layer(unit * held, unit * activations, pace * seconds) for held, activations, seconds in layers],
         "gpus": gpus,
         "micro_batches": micro_batches,
         "bandwidth": 2.0**90,
@@ -101,14 +102,7 @@ def planner_case(rng: random.Random, place: int) -> dict:
     if place >= 6:
         return tied_case(rng, place - 6)
     count, gpus = rng.randrange(4, 8), rng.choice((4, 6, 8)) if place else 4
-    layers = [
-        {
-            "parameters": rng.randrange(100, 400),
-            "activations": rng.randrange(200, 4000),
-            "seconds": rng.randrange(1, 33) / 16,
-        }
-        for _ in range(count)
-    ]
+    layers = [layer(rng.randrange(100, 400), rng.randrange(200, 4000), rng.randrange(1, 33) / 16) for _ in range(count)]
     if place % 3 == 1:
         layers[-1]["parameters"] = 5 * layers[-1]["parameters"] + 1
     if place % 3 == 0:
@@ -132,26 +126,16 @@ def planner_case(rng: random.Random, place: int) -> dict:
 
 def observe_planner(function: Callable[..., Any], case: Case, rank: int) -> dict:
     given = case.inputs
-    planner = function(
-        [dict(layer) for layer in given["layers"]],
-        given["gpus"],
-        given["micro_batches"],
-        given["bandwidth"],
-        given["capacity"],
-    )
+    settings = (given[name] for name in ("gpus", "micro_batches", "bandwidth", "capacity"))
+    planner = function([dict(layer) for layer in given["layers"]], *settings)
     asked = [(data, zero, list(cut)) for data, zero, cut in given["plans"]]
-    seen = {
-        "memory": [plain(planner.memory(*plan)) for plan in asked],
-        "seconds": [plain(planner.seconds(*plan)) for plan in asked],
-        "best": {},
-        "types": [],
-        "refusal": "",
-    }
+    told = {key: [plain(getattr(planner, key)(*plan)) for plan in asked] for key in ("memory", "seconds")}
     try:
         made = planner.best()
     except ValueError as refusal:
-        return {**seen, **refused(refusal, function)}
-    return {**seen, "best": plain(made), "types": [type(made[name]).__name__ for name in FIELDS]}
+        return {**told, "best": {}, "types": [], **refused(refusal, function)}
+    types = [type(made[name]).__name__ for name in FIELDS]
+    return {**told, "best": plain(made), "types": types, "refusal": ""}
 
 
 def in_words(plan: Plan) -> str:
@@ -194,20 +178,11 @@ def chosen(case: Case, seen: Seen) -> Plan | None:
         raise Malformed(Miss("a plan, as one fits", short(said)))
     if not isinstance(made, dict) or not isinstance(made.get("cut"), list):
         raise Malformed(Miss("a plan, a dict with a list as cut", kind(made)))
-    picked = next(
-        (
-            plan
-            for plan in plans(case.inputs)
-            if list(plan[2]) == made["cut"]
-            and plan[0] == made.get("data")
-            and plan[1] == made.get("zero")
-            and len(plan[2]) == made.get("stages")
-        ),
-        None,
-    )
-    if picked is None:
+    told = [made.get("data"), made.get("zero"), made["cut"], made.get("stages")]
+    picked = [plan for plan in plans(case.inputs) if [plan[0], plan[1], list(plan[2]), len(plan[2])] == told]
+    if not picked:
         raise Malformed(Miss("a plan that the numbers allow", short(made or seen[0].get("refusal"))))
-    return picked
+    return picked[0]
 
 
 def fits(case: Case, seen: Seen) -> Miss | None:
@@ -215,22 +190,19 @@ def fits(case: Case, seen: Seen) -> Miss | None:
     if plan is None:
         return None
     held, room = memory(case.inputs, plan), case.inputs["capacity"]
-    worst = held.index(max(held))
-    return (
-        None
-        if held[worst] <= room
-        else Miss(f"at most {room} bytes on every rank", f"{held[worst]} on rank {worst} with {in_words(plan)}")
-    )
+    found = f"{max(held)} on rank {held.index(max(held))} with {in_words(plan)}"
+    return kit.unless(max(held) <= room, f"at most {room} bytes on every rank", found)
 
 
 def is_best(case: Case, seen: Seen) -> Miss | None:
     plan, right = chosen(case, seen), best(case.inputs)
     if (miss := fits(case, seen)) is not None or plan is None or right is None or plan == right:
         return miss
-    return Miss(
-        f"{in_words(right)}: {seconds(case.inputs, right):.6g} s, {max(memory(case.inputs, right))} bytes",
-        f"{in_words(plan)}: {seconds(case.inputs, plan):.6g} s, {max(memory(case.inputs, plan))} bytes",
+    due, found = (
+        f"{in_words(one)}: {seconds(case.inputs, one):.6g} s, {max(memory(case.inputs, one))} bytes"
+        for one in (right, plan)
     )
+    return Miss(due, found)
 
 
 def tells_what_it_picked(case: Case, seen: Seen) -> Miss | None:
@@ -249,26 +221,13 @@ def tells_what_it_picked(case: Case, seen: Seen) -> Miss | None:
 def refuses(case: Case, seen: Seen) -> Miss | None:
     if chosen(case, seen) is not None:
         return None
-    least = min(max(memory(case.inputs, plan)) for plan in plans(case.inputs))
-    said = str(seen[0].get("refusal") or "")
-    return (
-        None
-        if re.search(rf"\b{least}\b", said)
-        else Miss(f"a ValueError that says {least} bytes", short(raised(seen) or "a plan"))
-    )
+    return says_least(seen, min(max(memory(case.inputs, plan)) for plan in plans(case.inputs)), "bytes", "a plan")
 
 
 PLANNER = Task(
-    name="plan.planner",
-    lesson=LESSON,
-    function="Planner",
-    title="Build it: a planner for uneven layers",
-    difficulty=4,
-    importance=5,
-    minutes=50,
+    **kit.about("plan.planner"),
     draw=in_turn(planner_case, 6 + len(TIES)),
     observe=observe_planner,
-    needs_ranks=False,
     essential=("memory", "best"),
     properties={
         "memory": Property(3, memory_is),
@@ -279,5 +238,3 @@ PLANNER = Task(
         "tells": Property(1, tells_what_it_picked),
     },
 )
-
-ALL = (PLANNER,)

@@ -8,9 +8,9 @@ from typing import Any
 from course_lib.grading import own_code
 from course_lib.grading.rules import Seen, items, number, raised, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import in_turn
 
-LESSON = "09_plan_and_simulate"
 SEVEN_BILLION = {"layers": 32, "width": 4096, "intermediate": 11008, "vocabulary": 32000, "heads": 32, "kv_heads": 32}
 """LLaMA-7B's, arXiv 2302.13971 table 2 and its config.json."""
 
@@ -18,6 +18,13 @@ SEVEN_BILLION = {"layers": 32, "width": 4096, "intermediate": 11008, "vocabulary
 def refused(refusal: ValueError, function: Callable[..., Any]) -> dict[str, str]:
     """Note of a ValueError: its message, and the line that raised it, which may be no refusal."""
     return {"refusal": str(refusal)[:200], "raised": own_code.told(refusal, own_code.file_of(function))}
+
+
+def says_least(seen: Seen, least: int, unit: str, instead: Any) -> Miss | None:
+    """Whether an answer has refused with a ValueError that says what is needed at least."""
+    said = str(seen[0].get("refusal") or "")
+    is_said = re.search(rf"\b{least}\b", said)
+    return kit.unless(is_said, f"a ValueError that says {least} {unit}", short(raised(seen) or instead))
 
 
 def exactly(actual: float, right: float) -> bool:
@@ -83,16 +90,9 @@ def memory_is(*keys: str) -> Rule:
 
 
 MEMORY = Task(
-    name="plan.memory",
-    lesson=LESSON,
-    function="memory_of",
-    title="The memory of a 7B",
-    difficulty=2,
-    importance=5,
-    minutes=25,
+    **kit.about("plan.memory"),
     draw=in_turn(memory_case),
     observe=observe_memory,
-    needs_ranks=False,
     properties={
         "count": Property(1, memory_is("count")),
         "model states": Property(2, memory_is("parameters", "gradients", "optimizer")),
@@ -139,22 +139,15 @@ def all_reduce_seconds(case: Case) -> dict[str, float]:
 def seconds_are(key: str) -> Rule:
     def rule(case: Case, seen: Seen) -> Miss | None:
         right, actual = all_reduce_seconds(case)[key], number(seen, 0, key)
-        return None if exactly(actual, right) else Miss(f"{right:.6g} s {key}", f"{actual:.6g} s for {case.inputs}")
+        return kit.unless(exactly(actual, right), f"{right:.6g} s {key}", f"{actual:.6g} s for {case.inputs}")
 
     return rule
 
 
 ALL_REDUCE = Task(
-    name="plan.all_reduce",
-    lesson=LESSON,
-    function="all_reduce_seconds",
-    title="What an all-reduce takes",
-    difficulty=3,
-    importance=4,
-    minutes=25,
+    **kit.about("plan.all_reduce"),
     draw=in_turn(links_case, 6),
     observe=observe_seconds,
-    needs_ranks=False,
     properties={"one ring": Property(2, seconds_are("ring")), "by level": Property(2, seconds_are("by level"))},
 )
 
@@ -233,15 +226,8 @@ def observe_search(function: Callable[..., Any], case: Case, rank: int) -> dict:
         return look_up("step_seconds", layout)
 
     try:
-        choice = function(
-            given["gpus"],
-            given["gpus_per_machine"],
-            given["layers"],
-            given["heads"],
-            lambda layout: look_up("memory_GiB", layout),
-            seconds,
-            given["capacity_GiB"],
-        )
+        machines = (given[name] for name in ("gpus", "gpus_per_machine", "layers", "heads"))
+        choice = function(*machines, lambda layout: look_up("memory_GiB", layout), seconds, given["capacity_GiB"])
     except ValueError as refusal:
         return {"layout": [], **refused(refusal, function), "asked": asked}
     return {"layout": plain(choice), "refusal": "", "asked": asked}
@@ -269,11 +255,6 @@ def one_that_fits(case: Case, seen: Seen) -> Layout | None:
     return layout  # type: ignore[return-value]  # it is one of able
 
 
-def fits(case: Case, seen: Seen) -> Miss | None:
-    one_that_fits(case, seen)
-    return None
-
-
 def is_fastest(case: Case, seen: Seen) -> Miss | None:
     if (layout := one_that_fits(case, seen)) is None:
         return None
@@ -286,57 +267,36 @@ def is_fastest(case: Case, seen: Seen) -> Miss | None:
 def is_simplest(case: Case, seen: Seen) -> Miss | None:
     if (miss := is_fastest(case, seen)) is not None:
         return miss
-    layout = one_that_fits(case, seen)
-    return (
-        None
-        if layout is None or layout == fitting(case)[0]
-        else Miss(f"{fitting(case)[0]}, as fast and simpler", f"{layout}")
-    )
+    layout, able = one_that_fits(case, seen), fitting(case)
+    if layout is None or layout == able[0]:
+        return None
+    return Miss(f"{able[0]}, as fast and simpler", f"{layout}")
 
 
 def refuses(case: Case, seen: Seen) -> Miss | None:
     if one_that_fits(case, seen) is not None:
         return None
     least = min(case.inputs["memory_GiB"][name_of(layout)] for layout in legal(case.inputs))
-    said = str(seen[0].get("refusal") or "")
-    return (
-        None
-        if re.search(rf"\b{least}\b", said)
-        else Miss(f"a ValueError that says {least} GiB", short(raised(seen) or seen[0].get("layout")))
-    )
+    return says_least(seen, least, "GiB", seen[0].get("layout"))
 
 
 def asks_only_what_fits(case: Case, seen: Seen) -> Miss | None:
     one_that_fits(case, seen)
     right, asked = {name_of(layout) for layout in fitting(case)}, set(items(seen, 0, "asked", str))
-    if asked == right:
-        return None
-    odd = sorted(asked - right)
-    return Miss(
-        "the seconds of each layout that fits, and of no other",
-        f"{odd[0]} asked" if odd else f"{sorted(right - asked)[0]} not asked",
-    )
+    odd = [f"{name} asked" for name in sorted(asked - right)] + [f"{name} not asked" for name in sorted(right - asked)]
+    return kit.unless(not odd, "the seconds of each layout that fits, and of no other", "".join(odd[:1]))
 
 
 SEARCH = Task(
-    name="plan.search",
-    lesson=LESSON,
-    function="fastest",
-    title="Search the layouts",
-    difficulty=3,
-    importance=5,
-    minutes=30,
+    **kit.about("plan.search"),
     draw=in_turn(search_case, 6),
     observe=observe_search,
-    needs_ranks=False,
     essential=("fits", "fastest"),
     properties={
-        "fits": Property(2, fits),
+        "fits": Property(2, kit.reads(one_that_fits)),
         "fastest": Property(2, is_fastest),
         "ties": Property(1, is_simplest),
         "refuses": Property(1, refuses),
         "asks little": Property(1, asks_only_what_fits),
     },
 )
-
-ALL = (MEMORY, ALL_REDUCE, SEARCH)

@@ -6,15 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
 from course_lib.grading.recorder import Others, Recorder
-from course_lib.grading.rules import Seen, array, items, made_by, near, result, short
+from course_lib.grading.rules import Seen, array, items, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import each_world, entry, in_turn, numbers, whole
-
-LESSON = "03_accelerate"
-
 
 # --- accelerate.rows ---
 
@@ -28,12 +25,8 @@ def rows_case(rng: random.Random, place: int) -> dict:
 
 
 def observe_rows(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    given = case.inputs
-    return {
-        "batches": [
-            plain(function(given["total"], given["batch_size"], r, given["ranks"])) for r in range(given["ranks"])
-        ]
-    }
+    total, size, ranks = (case.inputs[name] for name in ("total", "batch_size", "ranks"))
+    return {"batches": [plain(function(total, size, r, ranks)) for r in range(ranks)]}
 
 
 def dealt(case: Case, seen: Seen) -> list[list[list[int]]]:
@@ -63,26 +56,19 @@ def as_accelerate_deals(case: Case, seen: Seen) -> Miss | None:
 def equally_many(case: Case, seen: Seen) -> Miss | None:
     shapes = {tuple(len(batch) for batch in batches) for batches in dealt(case, seen)}
     full = all(size == case.inputs["batch_size"] for shape in shapes for size in shape)
-    return None if len(shapes) == 1 and full else Miss("the same number of full batches on each rank", short(shapes))
+    return kit.unless(len(shapes) == 1 and full, "the same number of full batches on each rank", short(shapes))
 
 
 def all_rows(case: Case, seen: Seen) -> Miss | None:
     dealt_rows = {row for batches in dealt(case, seen) for batch in batches for row in batch}
     missing = set(range(case.inputs["total"])) - dealt_rows
-    return Miss("every row on some rank", f"rows {short(sorted(missing))} on none") if missing else None
+    return kit.unless(not missing, "every row on some rank", f"rows {short(sorted(missing))} on none")
 
 
 ROWS = Task(
-    name="accelerate.rows",
-    lesson=LESSON,
-    function="my_batches",
-    title="Which rows are mine",
-    difficulty=2,
-    importance=4,
-    minutes=20,
+    **kit.about("accelerate.rows"),
     draw=in_turn(rows_case, 6),
     observe=observe_rows,
-    needs_ranks=False,
     essential=("as Accelerate",),
     properties={
         "every row": Property(1, all_rows),
@@ -107,46 +93,27 @@ def loss_case(rng: random.Random, world: int) -> dict:
 
 
 def observe_loss(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    losses, mask = (torch.from_numpy(case.inputs[key][rank].copy()) for key in ("losses", "masks"))
+    losses, mask = (kit.tensor(case.inputs[key][rank]) for key in ("losses", "masks"))
     with Recorder() as record:
         mean = function(losses, mask)
-    return {"mean": plain(mean), "events": record.events}
+    return kit.noted(record, mean=mean)
 
 
-def global_mean(case: Case) -> list[float]:
-    total = sum(
-        float((losses * mask).sum()) for losses, mask in zip(case.inputs["losses"], case.inputs["masks"], strict=True)
-    )
-    return [total / sum(int(mask.sum()) for mask in case.inputs["masks"])] * case.world_size
-
-
-def few_bytes(limit: int) -> Callable[[Case, Seen], Miss | None]:
-    """A rule: the collectives carry no more than so many bytes in all, and on several ranks some."""
-
-    def rule(case: Case, seen: Seen) -> Miss | None:
-        for rank in range(case.world_size):
-            made = made_by(seen, rank)
-            carried = sum(int(event.split()[1]) for event in made)
-            if carried > limit or (case.world_size > 1 and not carried):
-                return Miss(f"collectives of at most {limit} bytes in all", short(", ".join(made) or "none"), rank)
-        return None
-
-    return rule
+def global_mean(case: Case) -> float:
+    losses, masks = (np.concatenate(case.inputs[key]) for key in ("losses", "masks"))
+    return float((losses * masks).sum() / masks.sum())
 
 
 LOSS = Task(
-    name="accelerate.loss",
-    lesson=LESSON,
-    function="mean_loss",
-    title="The mean loss of uneven ranks",
-    difficulty=2,
-    importance=5,
-    minutes=15,
+    **kit.about("accelerate.loss"),
     draw=each_world(loss_case),
     observe=observe_loss,
     own={"losses": entry, "masks": entry},
     essential=("mean",),
-    properties={"mean": Property(3, result("mean", global_mean)), "few bytes": Property(1, few_bytes(32))},
+    properties={
+        "mean": Property(3, kit.equals("mean", global_mean, on_all=True)),
+        "few bytes": Property(1, kit.few_bytes(32)),
+    },
 )
 
 
@@ -174,39 +141,28 @@ def observe_first(function: Callable[..., Any], case: Case, rank: int) -> dict:
     return {"value": plain(value), "happened": np.asarray(happened)}
 
 
-def prepared_once(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        calls = int((array(seen, rank, "happened") > 0).sum())
-        if calls != (rank == 0):
-            return Miss(f"{'one call' if rank == 0 else 'no call'} of prepare", f"{calls}", rank)
-    return None
+@kit.each_rank
+def prepared_once(case: Case, seen: Seen, rank: int) -> Miss | None:
+    calls = int((array(seen, rank, "happened") > 0).sum())
+    return kit.unless(calls == (rank == 0), f"{'one call' if rank == 0 else 'no call'} of prepare", f"{calls}")
 
 
-def read_afterwards(case: Case, seen: Seen) -> Miss | None:
-    ready = [stamp for rank in range(case.world_size) for stamp in array(seen, rank, "happened").flat if stamp > 0]
-    for rank in range(case.world_size):
-        read = [-stamp for stamp in array(seen, rank, "happened").flat if stamp < 0]
-        if not read or not ready or min(read) < min(ready):
-            return Miss("read after prepare has ended", "read before" if read else "no read", rank)
-    return None
+@kit.each_rank
+def read_afterwards(case: Case, seen: Seen, rank: int) -> Miss | None:
+    ready = [stamp for other in range(case.world_size) for stamp in array(seen, other, "happened").flat if stamp > 0]
+    read = [-stamp for stamp in array(seen, rank, "happened").flat if stamp < 0]
+    fits = read and ready and min(read) >= min(ready)
+    return kit.unless(fits, "read after prepare has ended", "read before" if read else "no read")
 
 
 MAIN_FIRST = Task(
-    name="accelerate.main_first",
-    lesson=LESSON,
-    function="main_first",
-    title="One rank prepares, the others wait",
-    difficulty=2,
-    importance=3,
-    minutes=15,
+    **kit.about("accelerate.main_first"),
     draw=each_world(first_case),
     observe=observe_first,
     essential=("afterwards",),
     properties={
         "once": Property(1, prepared_once),
         "afterwards": Property(2, read_afterwards),
-        "value": Property(1, lambda case, seen: near(seen, "value", [case.inputs["content"]] * case.world_size)),
+        "value": Property(1, kit.equals("value", lambda case: case.inputs["content"], on_all=True)),
     },
 )
-
-ALL = (ROWS, LOSS, MAIN_FIRST)

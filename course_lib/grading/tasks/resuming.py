@@ -12,9 +12,9 @@ from torch import nn
 
 from course_lib.grading.rules import Seen, items, near, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import alone, numbers
 
-LESSON = "10_faults_and_hangs"
 RATE = 0.02
 
 
@@ -25,13 +25,13 @@ class Momentum:
         self.parameters, self.rate = list(model.parameters()), rate
         self.velocity = [torch.zeros_like(parameter) for parameter in self.parameters]
 
+    @torch.no_grad()
     def step(self) -> None:
         """Change the parameters by their gradients, and forget these."""
-        with torch.no_grad():
-            for parameter, velocity in zip(self.parameters, self.velocity, strict=True):
-                assert parameter.grad is not None
-                parameter.sub_(self.rate * velocity.mul_(0.9).add_(parameter.grad))
-                parameter.grad = None
+        for parameter, velocity in zip(self.parameters, self.velocity, strict=True):
+            assert parameter.grad is not None
+            parameter.sub_(self.rate * velocity.mul_(0.9).add_(parameter.grad))
+            parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """The velocity, as it is and will be, and the rate."""
@@ -232,11 +232,8 @@ def goes_on(column: int, what: str, due: Callable[[Case], list[float]]) -> Rule:
         apart = np.flatnonzero(straight != resumed)
         if len(apart):
             at = int(apart[0])
-            return Miss(
-                f"{what} {straight[at]:.9g} in step {at + 1} after the checkpoint",
-                f"{resumed[at]:.9g}",
-                note=not_put_back(seen),
-            )
+            said = f"{what} {straight[at]:.9g} in step {at + 1} after the checkpoint"
+            return Miss(said, f"{resumed[at]:.9g}", note=not_put_back(seen))
         return near([{what: straight}], what, [due(case)])
 
     return rule
@@ -251,20 +248,13 @@ def not_put_back(seen: Seen) -> str:
 def counts_on(case: Case, seen: Seen) -> Miss | None:
     columns(case, seen, "resumed")
     right, step = case.inputs["before"] + case.inputs["after"], seen[0].get("step")
-    return None if step == right and type(step) is int else Miss(f"step {right} at the end", short(step))
+    return kit.unless(step == right and type(step) is int, f"step {right} at the end", short(step))
 
 
 RESUME = Task(
-    name="faults.resume",
-    lesson=LESSON,
-    function="checkpoint",
-    title="Go on as if nothing had happened",
-    difficulty=3,
-    importance=5,
-    minutes=35,
+    **kit.about("faults.resume"),
     draw=alone(resume_case, 2),
     observe=observe_resume,
-    needs_ranks=False,
     essential=("losses",),
     properties={
         "rows": Property(1, goes_on(0, "row", rows_due)),
@@ -273,5 +263,3 @@ RESUME = Task(
         "steps": Property(1, counts_on),
     },
 )
-
-ALL = (RESUME,)

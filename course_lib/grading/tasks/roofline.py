@@ -6,9 +6,9 @@ from typing import Any
 
 from course_lib.grading.rules import Seen, items, number, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import in_turn
 
-LESSON = "17_where_the_time_goes"
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 SIZES = dict(zip(DTYPES, (4, 2, 1), strict=True))
 ADAMW = [["m", "m", "g"], ["v", "v", "g"], ["d", "v"], ["u", "m", "d"], ["w", "w", "u"]]
@@ -168,26 +168,19 @@ def roofs(case: Case, seen: Seen) -> Miss | None:
         if not is_near(row[2], seconds) or not isinstance(row[3], str) or row[3] != roof:
             return Miss(f"{owner_of(case, kernel)}: {seconds:.6g} s, {roof}", short(row[2:]))
     actual = number(seen, 0, "floor")
-    return None if is_near(actual, floor) else Miss(f"{floor:.6g} s in all", f"{actual:.6g}")
+    return kit.unless(is_near(actual, floor), f"{floor:.6g} s in all", f"{actual:.6g}")
 
 
 def utilization(case: Case, seen: Seen) -> Miss | None:
     kernel_rows(case, seen)
     right, actual = by_hand(case)[2], number(seen, 0, "mfu")
-    return None if is_near(actual, right) else Miss(f"an MFU of {right:.6g}", f"{actual:.6g}")
+    return kit.unless(is_near(actual, right), f"an MFU of {right:.6g}", f"{actual:.6g}")
 
 
 BOUNDS = Task(
-    name="roofline.bounds",
-    lesson=LESSON,
-    function="lower_bounds",
-    title="Under which roof?",
-    difficulty=2,
-    importance=5,
-    minutes=30,
+    **kit.about("roofline.bounds"),
     draw=in_turn(bounds_case, 5),
     observe=observe_bounds,
-    needs_ranks=False,
     essential=("bytes", "roofs"),
     properties={
         "FLOPs": Property(1, column(0, "FLOPs")),
@@ -196,5 +189,3 @@ BOUNDS = Task(
         "MFU": Property(1, utilization),
     },
 )
-
-ALL = (BOUNDS,)

@@ -8,7 +8,7 @@ from typing import Any
 from course_lib.grading import own_code
 from course_lib.grading.rules import Seen, items, kind, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
-from course_lib.grading.tasks.cloud import LESSON
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import in_turn
 
 LONGEST = 2500
@@ -251,16 +251,9 @@ def keeps_few(case: Case, seen: Seen) -> Miss | None:
 
 
 SPOT_JOB = Task(
-    name="cloud.job",
-    lesson=LESSON,
-    function="SpotJob",
-    title="Build it: a job that comes back",
-    difficulty=4,
-    importance=5,
-    minutes=50,
+    **kit.about("cloud.job"),
     draw=in_turn(job_case, 4),
     observe=observe_job,
-    needs_ranks=False,
     essential=("config", "resumes"),
     properties={
         "config": Property(2, comes_back),
@@ -272,5 +265,3 @@ SPOT_JOB = Task(
         "keeps few": Property(1, keeps_few),
     },
 )
-
-ALL = (SPOT_JOB,)

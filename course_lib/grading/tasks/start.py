@@ -5,16 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, calls, dtype_of, items, made_by, near, of_dtype, same, short
-from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
+from course_lib.grading.rules import Seen, dtype_of, items, near, of_dtype, same, short
+from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import each_world, entry, in_turn, numbers, whole
-from course_lib.grading.tasks.prepared import few_bytes
-
-LESSON = "00_start_here"
-
 
 # --- start.environment ---
 
@@ -42,7 +38,7 @@ def told(case: Case, seen: Seen) -> list[dict]:
     return listed
 
 
-def variables(*names: str) -> Callable[[Case, Seen], Miss | None]:
+def variables(*names: str) -> Rule:
     """A rule: these variables have the right text in the environment of each process."""
 
     def rule(case: Case, seen: Seen) -> Miss | None:
@@ -55,29 +51,20 @@ def variables(*names: str) -> Callable[[Case, Seen], Miss | None]:
                 "MASTER_ADDR": given["address"],
                 "MASTER_PORT": given["port"],
             }
+            where = f"process {local} of machine {given['machine']} of {given['machines']}"
             for name in names:
                 if environment.get(name) != str(right[name]):
-                    return Miss(
-                        f"{name}={str(right[name])!r} for process {local} of machine {given['machine']} of "
-                        f"{given['machines']}, each with {given['per_machine']}",
-                        short(repr(environment.get(name, "nothing"))),
-                    )
+                    said = f"{name}={str(right[name])!r} for {where}, each with {given['per_machine']}"
+                    return Miss(said, short(repr(environment.get(name, "nothing"))))
         return None
 
     return rule
 
 
 ENVIRONMENT = Task(
-    name="start.environment",
-    lesson=LESSON,
-    function="environments",
-    title="What a launcher tells its processes",
-    difficulty=1,
-    importance=4,
-    minutes=10,
+    **kit.about("start.environment"),
     draw=in_turn(environment_case, 5),
     observe=observe_environment,
-    needs_ranks=False,
     essential=("numbers",),
     properties={
         "numbers": Property(2, variables("RANK", "LOCAL_RANK", "WORLD_SIZE")),
@@ -99,10 +86,10 @@ def broadcast_case(rng: random.Random, world: int) -> dict:
 
 
 def observe_broadcast(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    tensor = torch.from_numpy(case.inputs["tensors"][rank].copy())
+    tensor = kit.tensor(case.inputs["tensors"][rank])
     with Recorder() as record:
         heard = function(tensor)
-    return {"heard": plain(heard), "dtype of heard": dtype_of(heard), "events": record.events}
+    return kit.noted(record, heard=heard) | {"dtype of heard": dtype_of(heard)}
 
 
 def heard_right(case: Case, seen: Seen) -> Miss | None:
@@ -110,29 +97,18 @@ def heard_right(case: Case, seen: Seen) -> Miss | None:
     return near(seen, "heard", [right] * case.world_size, 1e-12) or of_dtype(seen, "heard", str(right.dtype))
 
 
-def one_all_reduce(case: Case, seen: Seen) -> Miss | None:
+def one_all_reduce(case: Case) -> list[str]:
     """One all-reduce of the tensor's size on every rank, and no other collective."""
-    size = case.inputs["tensors"][0].nbytes
-    for rank in range(case.world_size):
-        made = made_by(seen, rank)
-        if len(made) != 1 or calls(seen, rank, "all_reduce") != [size]:
-            return Miss(f"all_reduce {size}", short(", ".join(made) or "no collective"), rank)
-    return None
+    return [f"all_reduce {case.inputs['tensors'][0].nbytes}"]
 
 
 BROADCAST = Task(
-    name="start.broadcast",
-    lesson=LESSON,
-    function="from_rank_0",
-    title="A broadcast, by an all-reduce",
-    difficulty=2,
-    importance=3,
-    minutes=15,
+    **kit.about("start.broadcast"),
     draw=each_world(broadcast_case),
     observe=observe_broadcast,
     own={"tensors": entry},
     essential=("value", "one all-reduce"),
-    properties={"value": Property(2, heard_right), "one all-reduce": Property(1, one_all_reduce)},
+    properties={"value": Property(2, heard_right), "one all-reduce": Property(1, kit.made_are(one_all_reduce))},
 )
 
 
@@ -168,10 +144,10 @@ def model_cases(rng: random.Random, worlds: tuple[int, ...] = (1, 2, 3)) -> list
 
 
 def observe_model(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    weights = torch.from_numpy(case.inputs["weights"][rank].copy())
+    weights = kit.tensor(case.inputs["weights"][rank])
     with Recorder() as record:
         verdict = function(weights)
-    return {"verdict": plain(verdict), "events": record.events}
+    return kit.noted(record, verdict=verdict)
 
 
 def alike(case: Case) -> list[bool]:
@@ -180,21 +156,13 @@ def alike(case: Case) -> list[bool]:
 
 
 ONE_MODEL = Task(
-    name="start.one_model",
-    lesson=LESSON,
-    function="one_model",
-    title="Do all ranks hold the same model?",
-    difficulty=3,
-    importance=5,
-    minutes=25,
+    **kit.about("start.one_model"),
     draw=model_cases,
     observe=observe_model,
     own={"weights": entry},
     essential=("verdict",),
     properties={
         "verdict": Property(3, lambda case, seen: same(seen, "verdict", alike(case))),
-        "few bytes": Property(1, few_bytes(64)),
+        "few bytes": Property(1, kit.few_bytes(64)),
     },
 )
-
-ALL = (ENVIRONMENT, BROADCAST, ONE_MODEL)

@@ -6,9 +6,9 @@ from typing import Any
 
 from course_lib.grading.rules import Seen, items, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import in_turn
 
-LESSON = "10_faults_and_hangs"
 MOST_OPERATIONS = 400
 DAMAGES = 12
 """Places in which each file is damaged in turn."""
@@ -34,24 +34,19 @@ class Disk:
 
     def write(self, path: str, data: bytes) -> None:
         """Write a whole file; until `sync` a power cut may leave any beginning of it."""
-        if self._cuts():
-            self._files[path], data = data, data[: self._rng.randrange(len(data) + 1)]
-            self._unsynced.add(path)
-            self._cut()
         self._files[path] = bytes(data)
         self._unsynced.add(path)
+        self._change()
 
     def sync(self, path: str) -> None:
         """Bring a file to the medium."""
         self._files[path]  # an absent file raises KeyError
-        if self._cuts():
-            self._cut()
+        self._change()
         self._unsynced.discard(path)
 
     def rename(self, old: str, new: str) -> None:
         """Give a file another name, in place of a file that has it; it is on the medium at once."""
-        if self._cuts():
-            self._cut()
+        self._change()
         self._files[new] = self._files.pop(old)
         self._unsynced.discard(new)
         if old in self._unsynced:
@@ -60,8 +55,7 @@ class Disk:
 
     def delete(self, path: str) -> None:
         """Remove a file."""
-        if self._cuts():
-            self._cut()
+        self._change()
         del self._files[path]
         self._unsynced.discard(path)
 
@@ -73,14 +67,12 @@ class Disk:
         """The paths of all files, sorted."""
         return sorted(self._files)
 
-    def _cuts(self) -> bool:
+    def _change(self) -> None:
         self.operations += 1
         if self.operations > MOST_OPERATIONS:
             raise ValueError(f"more than {MOST_OPERATIONS} operations")
-        return self._left is not None and self.operations > self._left
-
-    def _cut(self) -> None:
-        raise PowerCut
+        if self._left is not None and self.operations > self._left:
+            raise PowerCut
 
     def after_power_cut(self) -> "Disk":
         """The disk as the next process finds it."""
@@ -164,7 +156,7 @@ def observe_saving(function: Callable[..., Any], case: Case, rank: int) -> dict:
 
 def finds_the_last(case: Case, seen: Seen) -> Miss | None:
     newest, last = items(seen, 0, "at rest"), case.inputs["steps"][-1]
-    return None if newest == [last, True] else Miss(f"step {last} with its files as newest()", short(newest))
+    return kit.unless(newest == [last, True], f"step {last} with its files as newest()", short(newest))
 
 
 def survives(case: Case, seen: Seen) -> Miss | None:
@@ -175,12 +167,9 @@ def survives(case: Case, seen: Seen) -> Miss | None:
     for number_, (done, step, whole, *_) in enumerate(cuts):
         allowed = steps[done : done + 2]
         if step not in allowed or whole is not True:
+            where = f"after a power cut in operation {number_ // 3 + 1}, when {done} saves had returned"
             text = f"step {step}" + ("" if whole is True else " with other files than were saved")
-            return Miss(
-                f"step {' or '.join(map(str, allowed))} after a power cut in operation {number_ // 3 + 1}, "
-                f"when {done} saves had returned",
-                text,
-            )
+            return Miss(f"step {' or '.join(map(str, allowed))} {where}", text)
     return None
 
 
@@ -188,12 +177,9 @@ def goes_on(case: Case, seen: Seen) -> Miss | None:
     """After a power cut and one more save that is the newest."""
     last, cuts = case.inputs["steps"][-1], items(seen, 0, "cuts", list)
     bad = next((number_ for number_, cut in enumerate(cuts) if cut[3:] != [last, True]), None)
-    if not cuts or bad is not None:
-        return Miss(
-            f"step {last}, saved after the power cut in operation {(bad or 0) // 3 + 1}",
-            short(cuts[bad][3:] if bad is not None else "no power cuts"),
-        )
-    return None
+    said = f"step {last}, saved after the power cut in operation {(bad or 0) // 3 + 1}"
+    found = short(cuts[bad][3:] if bad is not None else "no power cuts")
+    return kit.unless(cuts and bad is None, said, found)
 
 
 def notices_damage(case: Case, seen: Seen) -> Miss | None:
@@ -205,29 +191,21 @@ def notices_damage(case: Case, seen: Seen) -> Miss | None:
         if outcome[1:] != [True] or (outcome[0] is None and len(last_of) > 1) or outcome[0] not in (None, *last_of):
             where = files[number_ // DAMAGES] if number_ // DAMAGES < len(files) else "a file"
             return Miss(f"a whole checkpoint, with {short(where)} damaged", short(outcome))
-    return None if damaged else Miss("files of checkpoints", "none")
+    return kit.unless(damaged, "files of checkpoints", "none")
 
 
 def keeps_few(case: Case, seen: Seen) -> Miss | None:
     """As many files as the kept checkpoints need, and one more for each."""
     kept = case.inputs["parts"][-case.inputs["keep"] :]
     limit, files = sum(len(parts) + 1 for parts in kept), items(seen, 0, "files", str)
-    return (
-        None if 0 < len(files) <= limit else Miss(f"at most {limit} files at the end", f"{len(files)}: {short(files)}")
-    )
+    found = f"{len(files)}: {short(files)}"
+    return kit.unless(0 < len(files) <= limit, f"at most {limit} files at the end", found)
 
 
 SAVING = Task(
-    name="faults.checkpoint",
-    lesson=LESSON,
-    function="Checkpoints",
-    title="Build it: a checkpoint that survives",
-    difficulty=4,
-    importance=5,
-    minutes=45,
+    **kit.about("faults.checkpoint"),
     draw=in_turn(saving_case, 4),
     observe=observe_saving,
-    needs_ranks=False,
     essential=("finds the last", "survives"),
     properties={
         "finds the last": Property(1, finds_the_last),
@@ -237,5 +215,3 @@ SAVING = Task(
         "keeps few": Property(1, keeps_few),
     },
 )
-
-ALL = (SAVING,)

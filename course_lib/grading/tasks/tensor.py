@@ -10,12 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, events, items, made_by, result, short
-from course_lib.grading.task import Case, Malformed, Miss, Property, Task, plain
+from course_lib.grading.rules import Seen, events, items, short
+from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import alone, along, each_world, numbers, whole
-
-LESSON = "08_tensor_and_hybrid"
-
 
 # --- tensor.mlp ---
 
@@ -26,69 +24,47 @@ def mlp_case(rng: random.Random, world: int) -> dict:
 
 
 def observe_mlp(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    x = torch.from_numpy(case.inputs["x"].copy()).requires_grad_()
-    up = nn.Parameter(torch.from_numpy(np.split(case.inputs["up"], case.world_size)[rank].copy()))
-    down = nn.Parameter(torch.from_numpy(np.split(case.inputs["down"], case.world_size, axis=1)[rank].copy()))
+    x = kit.tensor(case.inputs["x"]).requires_grad_()
+    up, down = nn.Parameter(kit.part(case, "up", rank)), nn.Parameter(kit.part(case, "down", rank, 1))
     with Recorder() as record:
         output = function(x, up, down)
         record.note("backward")
         output.square().sum().backward()
-    return {
-        "output": plain(output),
-        "x": plain(x.grad),
-        "up": plain(up.grad),
-        "down": plain(down.grad),
-        "events": record.events,
-    }
+    return kit.noted(record, output=output, **kit.gradients({"x": x, "up": up, "down": down}))
 
 
-def by_one(case: Case) -> dict[str, np.ndarray]:
-    x, up, down = (torch.from_numpy(case.inputs[key].copy()).requires_grad_() for key in ("x", "up", "down"))
-    output = torch.tanh(x @ up.T) @ down.T
+def by_one(case: Case) -> dict[str, list[np.ndarray]]:
+    """By rank: the output, and the gradients of x and of the rank's pieces."""
+    leaves = {name: kit.tensor(case.inputs[name]).requires_grad_() for name in ("x", "up", "down")}
+    output = torch.tanh(leaves["x"] @ leaves["up"].T) @ leaves["down"].T
     output.square().sum().backward()
-    return {
-        "output": output.detach().numpy(),
-        **{
-            name: leaf.grad.numpy()
-            for name, leaf in zip(("x", "up", "down"), (x, up, down), strict=True)
-            if leaf.grad is not None
-        },
-    }
+    whole = plain({"output": output, **kit.gradients(leaves)})
+    pieces = {name: np.split(whole.pop(name), case.world_size, axis) for name, axis in (("up", 0), ("down", 1))}
+    return {name: [values] * case.world_size for name, values in whole.items()} | pieces
 
 
-def pieces_right(case: Case, seen: Seen) -> Miss | None:
-    whole_gradients = by_one(case)
-    return result("up", lambda case: np.split(whole_gradients["up"], case.world_size))(case, seen) or result(
-        "down", lambda case: np.split(whole_gradients["down"], case.world_size, axis=1)
-    )(case, seen)
+def as_one(key: str) -> Rule:
+    return kit.equals(key, by_one, of=key)
 
 
-def one_each_way(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def one_each_way(case: Case, seen: Seen, rank: int) -> Miss | None:
     size = case.inputs["x"].nbytes
     right = [f"all_reduce {size}", "backward", f"all_reduce {size}"]
-    for rank in range(case.world_size):
-        issued = [event for event in events(seen, rank) if event != "wait"]
-        if issued != right:
-            return Miss(", ".join(right), short(", ".join(issued)), rank)
-    return None
+    issued = [event for event in events(seen, rank) if event != "wait"]
+    return kit.unless(issued == right, ", ".join(right), kit.listed(issued, ""))
 
 
 MLP = Task(
-    name="tensor.mlp",
-    lesson=LESSON,
-    function="split_mlp",
-    title="Columns, then rows",
-    difficulty=4,
-    importance=5,
-    minutes=35,
+    **kit.about("tensor.mlp"),
     draw=each_world(mlp_case),
     observe=observe_mlp,
     own={"up": along(0), "down": along(1)},
     essential=("output", "gradient of x"),
     properties={
-        "output": Property(2, result("output", lambda case: [by_one(case)["output"]] * case.world_size)),
-        "gradient of x": Property(2, result("x", lambda case: [by_one(case)["x"]] * case.world_size)),
-        "gradients of the pieces": Property(1, pieces_right),
+        "output": Property(2, as_one("output")),
+        "gradient of x": Property(2, as_one("x")),
+        "gradients of the pieces": Property(1, kit.all_of(as_one("up"), as_one("down"))),
         "one all-reduce each way": Property(2, one_each_way),
     },
 )
@@ -107,37 +83,30 @@ def embedding_case(rng: random.Random, world: int) -> dict:
 
 
 def observe_embedding(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    rows = torch.from_numpy(np.split(case.inputs["table"], case.world_size)[rank].copy())
+    rows = kit.part(case, "table", rank)
     with Recorder() as record:
-        vectors = function(torch.from_numpy(case.inputs["ids"].copy()), rows)
-    return {"vectors": plain(vectors), "events": record.events}
+        vectors = function(kit.tensor(case.inputs["ids"]), rows)
+    return kit.noted(record, vectors=vectors)
 
 
-def no_table_sent(case: Case, seen: Seen) -> Miss | None:
-    size = case.inputs["ids"].size * case.inputs["table"][0].nbytes
-    for rank in range(case.world_size):
-        if (issued := made_by(seen, rank)) != [f"all_reduce {size}"]:
-            return Miss(f"all_reduce {size}", short(", ".join(issued) or "no collective"), rank)
-    return None
+def vectors(case: Case) -> np.ndarray:
+    return case.inputs["table"][case.inputs["ids"]]
+
+
+def only_vectors(case: Case) -> list[str]:
+    """No table is sent."""
+    return [f"all_reduce {vectors(case).nbytes}"]
 
 
 EMBEDDING = Task(
-    name="tensor.embedding",
-    lesson=LESSON,
-    function="split_embedding",
-    title="A table that nobody has whole",
-    difficulty=2,
-    importance=3,
-    minutes=15,
+    **kit.about("tensor.embedding"),
     draw=each_world(embedding_case),
     observe=observe_embedding,
     own={"table": along(0)},
     essential=("vectors", "one all-reduce"),
     properties={
-        "vectors": Property(
-            3, result("vectors", lambda case: [case.inputs["table"][case.inputs["ids"]]] * case.world_size)
-        ),
-        "one all-reduce": Property(1, no_table_sent),
+        "vectors": Property(3, kit.equals("vectors", vectors, on_all=True)),
+        "one all-reduce": Property(1, kit.made_are(only_vectors)),
     },
 )
 
@@ -162,47 +131,39 @@ def draw_entropy(rng: random.Random, worlds: Any = (1, 2, 3)) -> list[Case]:
 
 
 def observe_entropy(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    mine = torch.from_numpy(np.split(case.inputs["logits"], case.world_size, axis=1)[rank].copy())
+    mine = kit.part(case, "logits", rank, 1)
     with Recorder() as record:
-        loss = function(mine, torch.from_numpy(case.inputs["targets"].copy()))
-    return {"loss": plain(loss), "events": record.events}
+        loss = function(mine, kit.tensor(case.inputs["targets"]))
+    return kit.noted(record, loss=loss)
 
 
-def entropy(case: Case) -> list[float]:
+def entropy(case: Case) -> float:
     logits, targets = (torch.from_numpy(case.inputs[key]) for key in ("logits", "targets"))
-    return [F.cross_entropy(logits.double(), targets).item()] * case.world_size
+    return F.cross_entropy(logits.double(), targets).item()
+
+
+right_loss = kit.equals("loss", entropy, on_all=True)
 
 
 def right_for_small(case: Case, seen: Seen) -> Miss | None:
     is_small = float(np.abs(case.inputs["logits"]).max()) < 100
-    return result("loss", entropy)(case, seen) if is_small else None
+    return right_loss(case, seen) if is_small else None
 
 
-def three_numbers_per_row(case: Case, seen: Seen) -> Miss | None:
-    limit = 3 * 4 * len(case.inputs["targets"])
-    for rank in range(case.world_size):
-        made = made_by(seen, rank)
-        if sum(int(event.split()[1]) for event in made) > limit or (case.world_size > 1 and not made):
-            return Miss(f"at most {limit} bytes, three numbers per row", short(", ".join(made) or "nothing"), rank)
-    return None
+def three_numbers_per_row(case: Case) -> int:
+    return 3 * 4 * len(case.inputs["targets"])
 
 
 CROSS_ENTROPY = Task(
-    name="tensor.cross_entropy",
-    lesson=LESSON,
-    function="split_cross_entropy",
-    title="A loss from split logits",
-    difficulty=4,
-    importance=4,
-    minutes=35,
+    **kit.about("tensor.cross_entropy"),
     draw=draw_entropy,
     observe=observe_entropy,
     own={"logits": along(1)},
     essential=("loss", "bytes"),
     properties={
         "loss": Property(3, right_for_small),
-        "large logits": Property(1, result("loss", entropy)),
-        "bytes": Property(2, three_numbers_per_row),
+        "large logits": Property(1, right_loss),
+        "bytes": Property(2, kit.bytes_at_most(three_numbers_per_row, "at most {} bytes, three numbers per row")),
     },
 )
 
@@ -238,17 +199,8 @@ def group_along(axis: int, name: str) -> Any:
 
 
 GRID = Task(
-    name="tensor.grid",
-    lesson=LESSON,
-    function="groups",
-    title="Who is who on the rank grid",
-    difficulty=2,
-    importance=4,
-    minutes=15,
+    **kit.about("tensor.grid"),
     draw=alone(grid_case),
     observe=observe_grid,
-    needs_ranks=False,
     properties={name: Property(1, group_along(axis, name)) for axis, name in enumerate(("data", "pipeline", "tensor"))},
 )
-
-ALL = (MLP, EMBEDDING, CROSS_ENTROPY, GRID)

@@ -1,14 +1,14 @@
 """Lesson 11, to build: a tracker of all ranks that outlives its backend's outages and its own process."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from course_lib.grading.recorder import Recorder
 from course_lib.grading.rules import Seen, items, made_by, short
 from course_lib.grading.task import Case, Miss, Property, Task, plain
-from course_lib.grading.tasks.drawing import WORLDS, entry
-from course_lib.grading.tasks.tracking import LESSON
+from course_lib.grading.tasks import kit
+from course_lib.grading.tasks.drawing import each_world, entry
 
 METRICS = ("train/loss", "train/norm", "eval/loss")
 
@@ -27,10 +27,6 @@ def tracker_case(rng: random.Random, world: int) -> dict:
         "values": [[[rng.randrange(64) / 8 for _ in METRICS] for _ in range(last)] for _ in range(world)],
         "order": [rng.sample(range(len(METRICS)), len(METRICS)) for _ in range(world)],
     }
-
-
-def draw_trackers(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
-    return [Case(world, tracker_case(rng, world)) for world in worlds]
 
 
 class Backend:
@@ -85,92 +81,71 @@ def observe_tracker(function: Callable[..., Any], case: Case, rank: int) -> dict
                 tracker.log(step, {METRICS[i]: given["values"][rank][step][i] for i in given["order"][rank]})
         backend.offline = False
         tracker.finish()
-    return {
-        "starts": backend.starts,
-        "rows": list(backend.rows.values()),
-        "finished": backend.finished,
-        "store": len(store),
-        "texts": all(type(text) is str for text in store.values()),
-        "events": record.events,
-    }
+    return kit.noted(
+        record,
+        starts=backend.starts,
+        rows=list(backend.rows.values()),
+        finished=backend.finished,
+        store=len(store),
+        texts=all(type(text) is str for text in store.values()),
+    )
 
 
-def rows_are(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def rows_are(case: Case, seen: Seen, rank: int) -> Miss | None:
     """Each step once, in order, with the mean of the ranks."""
-    values, world = case.inputs["values"], case.world_size
-    for rank in range(world):
-        runs = items(seen, rank, "rows", list)
-        if len(runs) != (rank == 0):
-            return Miss(f"{int(rank == 0)} runs", f"{len(runs)}", rank)
-        if rank:
-            continue
-        steps = [row[0] for row in runs[0] if isinstance(row, list) and len(row) == 2 and isinstance(row[1], dict)]
-        if steps != list(range(case.inputs["last"])) or len(runs[0]) != len(steps):
-            return Miss(f"steps 0 to {case.inputs['last'] - 1}, each once, in order", short(steps), 0)
-        for step, (_, row) in enumerate(runs[0]):
-            for i, name in enumerate(METRICS):
-                right = sum(of_rank[step][i] for of_rank in values) / world
-                actual = row.get(name)
-                if set(row) != set(METRICS) or type(actual) is not float or abs(actual - right) > 1e-6:
-                    is_number = type(actual) is float and right
-                    note = f"{actual / right:.4g} times the mean of {world} ranks" if is_number else ""
-                    return Miss(f"{name} {right:.5g} in step {step}", short(row), 0, note)
+    values, world, runs = case.inputs["values"], case.world_size, items(seen, rank, "rows", list)
+    if len(runs) != (rank == 0) or rank:
+        return kit.unless(len(runs) == (rank == 0), f"{int(rank == 0)} runs", f"{len(runs)}")
+    steps = [row[0] for row in runs[0] if isinstance(row, list) and len(row) == 2 and isinstance(row[1], dict)]
+    if steps != list(range(case.inputs["last"])) or len(runs[0]) != len(steps):
+        return Miss(f"steps 0 to {case.inputs['last'] - 1}, each once, in order", short(steps))
+    for step, (_, row) in enumerate(runs[0]):
+        for i, name in enumerate(METRICS):
+            right, actual = sum(of_rank[step][i] for of_rank in values) / world, row.get(name)
+            if set(row) != set(METRICS) or type(actual) is not float or abs(actual - right) > 1e-6:
+                is_number = type(actual) is float and right
+                note = f"{actual / right:.4g} times the mean of {world} ranks" if is_number else ""
+                return Miss(f"{name} {right:.5g} in step {step}", short(row), note=note)
     return None
 
 
-def one_run(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def one_run(case: Case, seen: Seen, rank: int) -> Miss | None:
     """Opened by rank 0 alone, once in each process, under one id."""
-    for rank in range(case.world_size):
-        starts = items(seen, rank, "starts", list)
-        names, ids = [start[:1] for start in starts], [start[1:] for start in starts]
-        fits = not starts
-        if rank == 0:
-            fits = names == [[case.inputs["name"]]] * 2 and len(ids[0]) == 1 and ids[0] == ids[1]
-        if not fits:
-            return Miss(
-                "a run opened once in each of 2 processes, under one id" if rank == 0 else "no run", short(starts), rank
-            )
-    return None
+    starts = items(seen, rank, "starts", list)
+    if rank:
+        return kit.unless(not starts, "no run", short(starts))
+    names, ids = [start[:1] for start in starts], [start[1:] for start in starts]
+    fits = names == [[case.inputs["name"]]] * 2 and len(ids[0]) == 1 and ids[0] == ids[1]
+    return kit.unless(fits, "a run opened once in each of 2 processes, under one id", short(starts))
 
 
-def one_collective(case: Case, seen: Seen) -> Miss | None:
-    calls = case.inputs["killed"] + case.inputs["last"] - case.inputs["resumed"]
-    for rank in range(case.world_size):
-        made = made_by(seen, rank)
-        fits = len(made) == calls and all(int(event.split()[1]) <= 8 * len(METRICS) for event in made)
-        if not fits and not (case.world_size == 1 and not made):
-            return Miss(
-                f"a collective of {8 * len(METRICS)} bytes at most in each of {calls} calls of log",
-                short(", ".join(made) or "none"),
-                rank,
-            )
-    return None
+@kit.each_rank
+def one_collective(case: Case, seen: Seen, rank: int) -> Miss | None:
+    calls, most = case.inputs["killed"] + case.inputs["last"] - case.inputs["resumed"], 8 * len(METRICS)
+    made = made_by(seen, rank)
+    fits = (len(made) == calls and kit.largest(made) <= most) or (case.world_size == 1 and not made)
+    said = f"a collective of {most} bytes at most in each of {calls} calls of log"
+    return kit.unless(fits, said, kit.listed(made, "none"))
 
 
-def finishes(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        if (finished := len(items(seen, rank, "finished", str))) != (rank == 0):
-            return Miss(f"{int(rank == 0)} runs finished", f"{finished}", rank)
-    return None
+@kit.each_rank
+def finishes(case: Case, seen: Seen, rank: int) -> Miss | None:
+    finished = len(items(seen, rank, "finished", str))
+    return kit.unless(finished == (rank == 0), f"{int(rank == 0)} runs finished", f"{finished}")
 
 
-def store_is(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        kept, texts = seen[rank].get("store"), seen[rank].get("texts")
-        if type(kept) is not int or (kept > 0) != (rank == 0) or texts is not True:
-            return Miss("texts in rank 0's store, and nothing in the others'", short(kept), rank)
-    return None
+@kit.each_rank
+def store_is(case: Case, seen: Seen, rank: int) -> Miss | None:
+    kept, texts = seen[rank].get("store"), seen[rank].get("texts")
+    fits = type(kept) is int and (kept > 0) == (rank == 0) and texts is True
+    return kit.unless(fits, "texts in rank 0's store, and nothing in the others'", short(kept))
 
 
 TRACKER = Task(
-    name="tracking.tracker",
-    lesson=LESSON,
-    function="Tracker",
-    title="Build it: a tracker that loses nothing",
-    difficulty=4,
-    importance=4,
-    minutes=45,
-    draw=draw_trackers,
+    **kit.about("tracking.tracker"),
+    draw=each_world(tracker_case),
     observe=observe_tracker,
     own={"values": entry},
     essential=("rows",),
@@ -182,5 +157,3 @@ TRACKER = Task(
         "store": Property(1, store_is),
     },
 )
-
-ALL = (TRACKER,)

@@ -2,36 +2,34 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 from course_lib.grading.recorder import Recorder
 from course_lib.grading.rules import Seen, items, kind, made_by, short
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import entry, in_turn
-
-LESSON = "11_wandb"
-
 
 # --- tracking.groups ---
 
 
-def groups_cases(
-    rng: random.Random, kinds: tuple[tuple[int, bool], ...] = ((1, False), (2, True), (3, False))
-) -> list[Case]:
-    """A case for each world size, with a run of each rank or without."""
-    return [
-        Case(
-            world,
-            {
-                "name": f"run-{rng.randrange(1000)}",
-                "every_rank": every_rank,
-                "every": rng.randrange(2, 4),
-                "losses": [[rng.randrange(64) / 8 for _ in range(8)] for _ in range(world)],
-            },
-        )
-        for world, every_rank in kinds
-    ]
+def groups_case(rng: random.Random, world: int, every_rank: bool) -> dict:
+    return {
+        "name": f"run-{rng.randrange(1000)}",
+        "every_rank": every_rank,
+        "every": rng.randrange(2, 4),
+        "losses": [[rng.randrange(64) / 8 for _ in range(8)] for _ in range(world)],
+    }
+
+
+KINDS = ((1, False), (2, True), (3, False))
+"""World sizes, with a run of each rank or without."""
+
+
+def groups_cases(rng: random.Random, kinds: Sequence[tuple[int, bool]] = KINDS) -> list[Case]:
+    return [Case(world, groups_case(rng, world, every_rank)) for world, every_rank in kinds]
 
 
 class Kept:
@@ -62,12 +60,12 @@ def observe_groups(function: Callable[..., Any], case: Case, rank: int) -> dict:
 
     with Recorder() as record:
         function(start, given["name"], given["losses"][rank], given["every"], given["every_rank"])
-    return {
-        "runs": [[run.name, run.group] for run in opened],
-        "rows": [run.rows for run in opened],
-        "finished": [run.finished for run in opened],
-        "events": record.events,
-    }
+    return kit.noted(
+        record,
+        runs=[[run.name, run.group] for run in opened],
+        rows=[run.rows for run in opened],
+        finished=[run.finished for run in opened],
+    )
 
 
 def runs_due(case: Case, rank: int) -> list[list[str | None]]:
@@ -86,62 +84,46 @@ def rows_due(case: Case, rank: int) -> list[list[float]]:
     return [[step, kept[step]] for step in range(0, len(kept), case.inputs["every"])]
 
 
-def runs_are(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        if (runs := items(seen, rank, "runs", list)) != (right := runs_due(case, rank)):
-            return Miss(f"runs [name, group] {right}", short(runs), rank)
+@kit.each_rank
+def runs_are(case: Case, seen: Seen, rank: int) -> Miss | None:
+    runs, right = items(seen, rank, "runs", list), runs_due(case, rank)
+    return kit.unless(runs == right, f"runs [name, group] {right}", short(runs))
+
+
+def is_row(row: Any, due: list[float]) -> bool:
+    is_pair = isinstance(row, list) and len(row) == 2 and all(type(one) in (int, float) for one in row)
+    return is_pair and row[0] == due[0] and abs(row[1] - due[1]) < 1e-5
+
+
+@kit.each_rank
+def rows_are(case: Case, seen: Seen, rank: int) -> Miss | None:
+    rows, right = items(seen, rank, "rows", list), [rows_due(case, rank) for _ in runs_due(case, rank)]
+    if len(rows) != len(right):
+        return Miss(f"rows of {len(right)} runs", f"of {len(rows)}")
+    for mine, due in zip(rows, right, strict=True):
+        if len(mine) != len(due) or not all(map(is_row, mine, due)):
+            return Miss(f"[step, loss] {short(due)}", short(mine))
     return None
 
 
-def rows_are(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        right = [rows_due(case, rank) for _ in runs_due(case, rank)]
-        rows = items(seen, rank, "rows", list)
-        if len(rows) != len(right):
-            return Miss(f"rows of {len(right)} runs", f"of {len(rows)}", rank)
-        for mine, due in zip(rows, right, strict=True):
-            good = len(mine) == len(due) and all(
-                isinstance(row, list)
-                and len(row) == 2
-                and all(type(one) in (int, float) for one in row)
-                and row[0] == one[0]
-                and abs(row[1] - one[1]) < 1e-5
-                for row, one in zip(mine, due, strict=True)
-            )
-            if not good:
-                return Miss(f"[step, loss] {short(due)}", short(mine), rank)
-    return None
+@kit.each_rank
+def each_is_finished(case: Case, seen: Seen, rank: int) -> Miss | None:
+    right, finished = [1] * len(runs_due(case, rank)), items(seen, rank, "finished", int)
+    return kit.unless(finished == right, f"each of {len(right)} runs finished once", short(finished))
 
 
-def each_is_finished(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        right, finished = [1] * len(runs_due(case, rank)), items(seen, rank, "finished", int)
-        if finished != right:
-            return Miss(f"each of {len(right)} runs finished once", short(finished), rank)
-    return None
-
-
-def as_few_as_needed(case: Case, seen: Seen) -> Miss | None:
+@kit.each_rank
+def as_few_as_needed(case: Case, seen: Seen, rank: int) -> Miss | None:
     """A collective of one number for each row of a mean, and none where each rank keeps its own."""
-    given = case.inputs
+    given, made = case.inputs, made_by(seen, rank)
     due = 0 if given["every_rank"] else len(range(0, len(given["losses"][0]), given["every"]))
-    for rank in range(case.world_size):
-        made = made_by(seen, rank)
-        most = max((int(event.split()[1]) for event in made), default=0)
-        alone = case.world_size == 1 and not made
-        if (len(made) != due and not alone) or most > 8 * case.world_size:
-            return Miss(f"{due} collectives of a number each", short(", ".join(made) or "none"), rank)
-    return None
+    fits = len(made) == due or (case.world_size == 1 and not made)
+    said = f"{due} collectives of a number each"
+    return kit.unless(fits and kit.largest(made) <= 8 * case.world_size, said, kit.listed(made, "none"))
 
 
 GROUPS = Task(
-    name="tracking.groups",
-    lesson=LESSON,
-    function="track",
-    title="Which rank keeps which run",
-    difficulty=2,
-    importance=4,
-    minutes=25,
+    **kit.about("tracking.groups"),
     draw=groups_cases,
     observe=observe_groups,
     own={"losses": entry},
@@ -187,15 +169,8 @@ def redact_case(rng: random.Random, place: int) -> dict:
     }
 
 
-def copied(value: Any) -> Any:
-    """A deep copy of dicts and lists; leaves are shared."""
-    if isinstance(value, dict):
-        return {key: copied(item) for key, item in value.items()}
-    return [copied(item) for item in value] if isinstance(value, list) else value
-
-
 def observe_redact(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    given, secrets = copied(case.inputs["config"]), list(case.inputs["secrets"])
+    given, secrets = deepcopy(case.inputs["config"]), list(case.inputs["secrets"])
     return {"config": plain(function(given, secrets)), "given": given}
 
 
@@ -256,27 +231,20 @@ def leaves_are(chosen: Callable[[str, Any, Any], bool]) -> Rule:
 
 def keeps_its_form(case: Case, seen: Seen) -> Miss | None:
     miss = leaves_are(lambda place, before, after: before == after)(case, seen)
-    odd = set(config_of(seen)) - set(leaves(case.inputs["config"]))
-    return miss or (Miss("no other names", short(sorted(odd))) if odd else None)
+    odd = sorted(set(config_of(seen)) - set(leaves(case.inputs["config"])))
+    return miss or kit.unless(not odd, "no other names", short(odd))
 
 
 def untouched(case: Case, seen: Seen) -> Miss | None:
     config_of(seen)
-    changed = seen[0].get("given") != case.inputs["config"]
-    return Miss("the given config as it was", "it has changed") if changed else None
+    is_as_it_was = seen[0].get("given") == case.inputs["config"]
+    return kit.unless(is_as_it_was, "the given config as it was", "it has changed")
 
 
 REDACT = Task(
-    name="tracking.redact",
-    lesson=LESSON,
-    function="without_secrets",
-    title="Nothing that opens a door",
-    difficulty=2,
-    importance=5,
-    minutes=25,
+    **kit.about("tracking.redact"),
     draw=in_turn(redact_case),
     observe=observe_redact,
-    needs_ranks=False,
     essential=("by name", "within texts"),
     properties={
         "by name": Property(2, leaves_are(lambda place, before, after: after == MASK != before)),
@@ -330,29 +298,22 @@ def observe_attempts(function: Callable[..., Any], case: Case, rank: int) -> dic
 def steps_once(case: Case, seen: Seen) -> Miss | None:
     right = [step for step, _ in metric_by_step(case, "train/loss")]
     steps = [row.get("step") for row in items(seen, 0, "rows", dict)]
-    return None if steps == right else Miss(f"steps {short(right)}", short(steps))
+    return kit.unless(steps == right, f"steps {short(right)}", short(steps))
 
 
 def values_of(metric: str) -> Rule:
     def rule(case: Case, seen: Seen) -> Miss | None:
         right = metric_by_step(case, metric)
         curve = [[row.get("step"), row[metric]] for row in items(seen, 0, "rows", dict) if metric in row]
-        return None if curve == right else Miss(f"{metric} {short(right)}", short(curve))
+        return kit.unless(curve == right, f"{metric} {short(right)}", short(curve))
 
     return rule
 
 
 RESUMED = Task(
-    name="tracking.resumed",
-    lesson=LESSON,
-    function="one_curve",
-    title="One curve of a run that was resumed",
-    difficulty=3,
-    importance=4,
-    minutes=25,
+    **kit.about("tracking.resumed"),
     draw=in_turn(attempts_case),
     observe=observe_attempts,
-    needs_ranks=False,
     essential=("steps",),
     properties={
         "steps": Property(2, steps_once),
@@ -360,5 +321,3 @@ RESUMED = Task(
         "scores": Property(1, values_of("eval/loss")),
     },
 )
-
-ALL = (GROUPS, REDACT, RESUMED)

@@ -8,13 +8,11 @@ import numpy as np
 import torch
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, events, items, made_by, number, result, short, waited_for
+from course_lib.grading.rules import Seen, events, items, number, short, waited_for
 from course_lib.grading.task import Case, Malformed, Miss, Property, Rule, Task, plain
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import alone, along, each_world, entry, in_turn, numbers
 from course_lib.grading.tasks.models import STEPS, chain, flat, mean_gradients, odd_case, trained
-
-LESSON = "05_zero_stages"
-
 
 # --- zero.bytes ---
 
@@ -34,26 +32,16 @@ def bytes_of(stage: int) -> Rule:
         kinds = zip((12, 2, 2), (stage >= 1, stage >= 2, stage >= 3), strict=True)
         right = sum(width * size / (ranks if split else 1) for width, split in kinds)
         actual = number(seen, 0, f"stage {stage}")
-        return (
-            None
-            if abs(actual - right) <= 1e-6 * right
-            else Miss(f"{right:,.0f} bytes for {case.inputs}", f"{actual:,.0f}")
-        )
+        fits = abs(actual - right) <= 1e-6 * right
+        return kit.unless(fits, f"{right:,.0f} bytes for {case.inputs}", f"{actual:,.0f}")
 
     return rule
 
 
 BYTES = Task(
-    name="zero.bytes",
-    lesson=LESSON,
-    function="bytes_per_rank",
-    title="The bill of four stages",
-    difficulty=1,
-    importance=5,
-    minutes=10,
+    **kit.about("zero.bytes"),
     draw=alone(bytes_case),
     observe=observe_bytes,
-    needs_ranks=False,
     properties={f"stage {stage}": Property(1, bytes_of(stage)) for stage in range(4)},
 )
 
@@ -75,38 +63,30 @@ def observe_partition(function: Callable[..., Any], case: Case, rank: int) -> di
 
 def runs(case: Case, seen: Seen) -> list[list[list[int]]]:
     by_rank, sizes = items(seen, 0, "runs", list), case.inputs["sizes"]
-    good = len(by_rank) == case.inputs["ranks"] and all(
-        isinstance(run, list)
-        and len(run) == 3
-        and all(type(n) is int for n in run)
-        and 0 <= run[0] < len(sizes)
-        and run[1] >= 0
-        and run[2] > 0
-        and run[1] + run[2] <= sizes[run[0]]
-        for mine in by_rank
-        for run in mine
-    )
-    if not good:
+
+    def is_run(run: Any) -> bool:
+        if not isinstance(run, list) or len(run) != 3 or not all(type(n) is int for n in run):
+            return False
+        index, first, count = run
+        return 0 <= index < len(sizes) and first >= 0 and count > 0 and first + count <= sizes[index]
+
+    if len(by_rank) != case.inputs["ranks"] or not all(is_run(run) for mine in by_rank for run in mine):
         raise Malformed(Miss("for each rank a list of (parameter, first element, elements) within it", short(by_rank)))
     return by_rank
 
 
 def each_element_once(case: Case, seen: Seen) -> Miss | None:
-    held = sorted(
-        (index, first + offset) for mine in runs(case, seen) for index, first, count in mine for offset in range(count)
-    )
+    every_run = [run for mine in runs(case, seen) for run in mine]
+    held = sorted((index, first + offset) for index, first, count in every_run for offset in range(count))
     every = [(index, offset) for index, size in enumerate(case.inputs["sizes"]) for offset in range(size)]
-    return (
-        None
-        if held == every
-        else Miss("every element on one rank", f"{len(set(held))} of {len(every)}, {len(held) - len(set(held))} twice")
-    )
+    found = f"{len(set(held))} of {len(every)}, {len(held) - len(set(held))} twice"
+    return kit.unless(held == every, "every element on one rank", found)
 
 
 def evenly(case: Case, seen: Seen) -> Miss | None:
     limit = -(-sum(case.inputs["sizes"]) // case.inputs["ranks"])
     sizes = [sum(run[2] for run in mine) for mine in runs(case, seen)]
-    return None if max(sizes) <= limit else Miss(f"at most {limit} elements per rank", short(sizes))
+    return kit.unless(max(sizes) <= limit, f"at most {limit} elements per rank", short(sizes))
 
 
 def as_cut(case: Case, seen: Seen) -> Miss | None:
@@ -124,16 +104,9 @@ def as_cut(case: Case, seen: Seen) -> Miss | None:
 
 
 PARTITION = Task(
-    name="zero.partition",
-    lesson=LESSON,
-    function="my_runs",
-    title="Cut a flat buffer into shards",
-    difficulty=3,
-    importance=4,
-    minutes=25,
+    **kit.about("zero.partition"),
     draw=in_turn(partition_case, 8),
     observe=observe_partition,
-    needs_ranks=False,
     essential=("in order",),
     properties={
         "every element once": Property(1, each_element_once),
@@ -158,60 +131,42 @@ def step_case(rng: random.Random, world: int) -> dict:
 
 
 def observe_step(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    given, after = case.inputs, []
-    weights, momentum = (
-        torch.from_numpy(array.copy())
-        for array in (given["weights"], np.split(given["momentum"], case.world_size)[rank])
-    )
+    given, weights, momentum = case.inputs, kit.tensor(case.inputs["weights"]), kit.part(case, "momentum", rank)
+    after = []
     with Recorder() as record:
         for gradient in given["gradients"][rank]:
-            function(weights, torch.from_numpy(gradient.copy()), momentum, given["lr"], given["beta"])
+            function(weights, kit.tensor(gradient), momentum, given["lr"], given["beta"])
             after.append(torch.cat([weights, momentum]))
     values = torch.stack(after)
-    return {
-        "weights": plain(values[:, : len(weights)]),
-        "momentum": plain(values[:, len(weights) :]),
-        "events": record.events,
-    }
+    return kit.noted(record, weights=values[:, : len(weights)], momentum=values[:, len(weights) :])
 
 
-def after_steps(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Weights and momentum after each step, shape (steps, elements)."""
+def after_steps(case: Case) -> dict[str, list[np.ndarray]]:
+    """By rank: weights and its own momentum after each step, shape (steps, elements)."""
     weights, momentum, made = case.inputs["weights"], case.inputs["momentum"], []
     for gradients in zip(*case.inputs["gradients"], strict=True):
         momentum = case.inputs["beta"] * momentum + np.mean(gradients, axis=0)
         weights = weights - case.inputs["lr"] * momentum
         made.append((weights, momentum))
-    return np.stack([w for w, _ in made]), np.stack([m for _, m in made])
+    of_weights, of_momentum = map(np.stack, zip(*made, strict=True))
+    return {"weights": [of_weights] * case.world_size, "momentum": np.split(of_momentum, case.world_size, 1)}
 
 
-def zero_traffic(case: Case, seen: Seen) -> Miss | None:
+def zero_traffic(case: Case) -> list[str]:
     size = case.inputs["weights"].nbytes
-    right = [f"reduce_scatter {size}", f"all_gather {size}"] * STEPS
-    for rank in range(case.world_size):
-        if (issued := made_by(seen, rank)) != right:
-            return Miss(", ".join(right), short(", ".join(issued) or "no collective"), rank)
-    return None
+    return [f"reduce_scatter {size}", f"all_gather {size}"] * STEPS
 
 
 STAGE1 = Task(
-    name="zero.stage1",
-    lesson=LESSON,
-    function="zero1_step",
-    title="A step of ZeRO-1",
-    difficulty=3,
-    importance=5,
-    minutes=30,
+    **kit.about("zero.stage1"),
     draw=each_world(step_case),
     observe=observe_step,
     own={"gradients": entry, "momentum": along(0)},
     essential=("weights", "collectives"),
     properties={
-        "weights": Property(3, result("weights", lambda case: [after_steps(case)[0]] * case.world_size, first_step=0)),
-        "own state": Property(
-            1, result("momentum", lambda case: np.split(after_steps(case)[1], case.world_size, 1), first_step=0)
-        ),
-        "collectives": Property(2, zero_traffic),
+        "weights": Property(3, kit.equals("weights", after_steps, of="weights", first_step=0)),
+        "own state": Property(1, kit.equals("momentum", after_steps, of="momentum", first_step=0)),
+        "collectives": Property(2, kit.made_are(zero_traffic)),
     },
 )
 
@@ -241,7 +196,7 @@ def observe_stage2(function: Callable[..., Any], case: Case, rank: int) -> dict:
             model(torch.from_numpy(rows)).square().mean().backward()
             left = max(left, sum(p.grad is not None for p in parameters))
             shards.append(torch.cat([shard.reshape(-1).clone() for shard in finish()]))
-    return {"shards": plain(torch.stack(shards)), "events": record.events, "most whole gradients": held, "left": left}
+    return kit.noted(record, shards=torch.stack(shards), left=left) | {"most whole gradients": held}
 
 
 def shards_of_mean(case: Case) -> list[np.ndarray]:
@@ -253,47 +208,36 @@ def shards_of_mean(case: Case) -> list[np.ndarray]:
     ]
 
 
-def freed(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        most, left = number(seen, rank, "most whole gradients"), number(seen, rank, "left")
-        if most > 1 or left > 0:
-            return Miss("one whole gradient at a time, none after backward", f"{most:.0f}, and {left:.0f} after", rank)
-    return None
+@kit.each_rank
+def freed(case: Case, seen: Seen, rank: int) -> Miss | None:
+    most, left = number(seen, rank, "most whole gradients"), number(seen, rank, "left")
+    found = f"{most:.0f}, and {left:.0f} after"
+    return kit.unless(most <= 1 and left <= 0, "one whole gradient at a time, none after backward", found)
 
 
-def scattered_early(case: Case, seen: Seen) -> Miss | None:
-    layers = len(trained(chain(case.inputs)))
-    for rank in range(case.world_size):
-        if miss := waited_for(events(seen, rank), rank):
-            return miss
-        happened = " ".join(event.split()[0] for event in events(seen, rank) if event != "wait").split("step")[1:]
-        steps = [step.split() for step in happened]
-        for step in steps if len(steps) == STEPS else [[]]:
-            made = [name for name in step if name != "gradient"]
-            if made != ["reduce_scatter"] * layers:
-                return Miss(f"{layers} reduce_scatters in a step", short(", ".join(made) or "none"), rank)
-            if "gradient" not in step[step.index("reduce_scatter") :]:
-                return Miss("reduce_scatters while backward runs", "all after the last gradient", rank)
-    return None
+@kit.each_rank
+def all_waited_for(case: Case, seen: Seen, rank: int) -> Miss | None:
+    return waited_for(events(seen, rank), rank)
+
+
+def scattered_early(case: Case, step: int, happened: list[str]) -> Miss | None:
+    layers, names = len(trained(chain(case.inputs))), [event.split()[0] for event in happened if event != "wait"]
+    made = [name for name in names if name != "gradient"]
+    if made != ["reduce_scatter"] * layers:
+        return Miss(f"{layers} reduce_scatters in a step", kit.listed(made, "none"))
+    is_early = "gradient" in names[names.index("reduce_scatter") :]
+    return kit.unless(is_early, "reduce_scatters while backward runs", "all after the last gradient")
 
 
 STAGE2 = Task(
-    name="zero.stage2",
-    lesson=LESSON,
-    function="attach_zero2",
-    title="ZeRO-2: reduce, scatter and let go",
-    difficulty=4,
-    importance=4,
-    minutes=35,
+    **kit.about("zero.stage2"),
     draw=each_world(stage2_case),
     observe=observe_stage2,
     own={"rows": entry},
     essential=("shards", "freed", "while backward runs"),
     properties={
-        "shards": Property(3, result("shards", shards_of_mean, first_step=0)),
+        "shards": Property(3, kit.equals("shards", shards_of_mean, first_step=0)),
         "freed": Property(2, freed),
-        "while backward runs": Property(2, scattered_early),
+        "while backward runs": Property(2, kit.all_of(all_waited_for, kit.each_step(scattered_early, "step", STEPS))),
     },
 )
-
-ALL = (BYTES, PARTITION, STAGE1, STAGE2)

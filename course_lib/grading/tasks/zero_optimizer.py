@@ -1,19 +1,27 @@
 """Lesson 05, to build: an optimizer whose states lie on one rank each, over several steps of a real model."""
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, made_by, near, number, short, suspected
-from course_lib.grading.task import Case, Miss, Property, Task, plain
-from course_lib.grading.tasks.drawing import WORLDS, entry, numbers
-from course_lib.grading.tasks.models import BareOptimizer, backwards, chain, odd_case
+from course_lib.grading.rules import Seen, made_by, near, number, suspected
+from course_lib.grading.task import Case, Miss, Property, Task
+from course_lib.grading.tasks import kit
+from course_lib.grading.tasks.drawing import LAST, each_world, entry, numbers
+from course_lib.grading.tasks.models import (
+    BareOptimizer,
+    all_weights,
+    backwards,
+    chain,
+    give_mean_gradients,
+    learning,
+    odd_case,
+)
 
-LESSON = "05_zero_stages"
 STEPS = 3
 STATES = {"Adam": 2, "momentum": 1}
 
@@ -51,16 +59,6 @@ def optimizer_case(rng: random.Random, world: int, kind: str) -> dict:
     return case | {"optimizer": kind, "rows": [[numbers(rng, 4, width) for _ in range(STEPS)] for _ in range(world)]}
 
 
-def draw_optimizers(rng: random.Random, worlds: Sequence[int] = WORLDS) -> list[Case]:
-    """Each number of ranks with Adam, and the last with momentum."""
-    kinds = [*((world, "Adam") for world in worlds), (worlds[-1], "momentum")]
-    return [Case(world, optimizer_case(rng, world, kind)) for world, kind in kinds]
-
-
-def all_weights(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-
-
 def observe_optimizer(function: Callable[..., Any], case: Case, rank: int) -> dict:
     model, made, weights = chain(case.inputs), [], []
 
@@ -75,11 +73,11 @@ def observe_optimizer(function: Callable[..., Any], case: Case, rank: int) -> di
             record.note("step")
             model(torch.from_numpy(rows)).square().mean().backward()
             optimizer.step()
-            weights.append(all_weights(model).clone())
+            weights.append(all_weights(model.parameters()))
         optimizer.zero_grad()
     stale = max((float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None), default=0.0)
     states = sum(value.numel() for one in made for state in one.state.values() for value in state.values())
-    return {"weights": plain(torch.stack(weights)), "states": states, "stale": stale, "events": record.events}
+    return kit.noted(record, weights=torch.stack(weights), states=states, stale=stale)
 
 
 def weights_of_one(case: Case, as_sum: bool = False) -> list[np.ndarray]:
@@ -87,18 +85,11 @@ def weights_of_one(case: Case, as_sum: bool = False) -> list[np.ndarray]:
     models = [chain(case.inputs) for _ in range(case.world_size)]
     optimizers = [Optimizer(case.inputs["optimizer"], model.parameters()) for model in models]
     steps = []
-    for _ in zip(
-        *(backwards(model, rows) for model, rows in zip(models, case.inputs["rows"], strict=True)), strict=True
-    ):
-        for copies in zip(*(model.parameters() for model in models), strict=True):
-            if copies[0].grad is not None:
-                mean = torch.stack([copy.grad for copy in copies if copy.grad is not None]).mean(0)
-                mean *= case.world_size if as_sum else 1
-                for copy in copies:
-                    copy.grad = mean.clone()
+    for _ in zip(*map(backwards, models, case.inputs["rows"]), strict=True):
+        give_mean_gradients(models, case.world_size if as_sum else 1)
         for optimizer in optimizers:
             optimizer.step()
-        steps.append(all_weights(models[0]).clone())
+        steps.append(all_weights(models[0].parameters()))
     return [torch.stack(steps).numpy()] * case.world_size
 
 
@@ -114,56 +105,39 @@ def weights_are(case: Case, seen: Seen) -> Miss | None:
 
 def share(case: Case) -> int:
     """Elements of one rank's share of what asks for a gradient."""
-    total = sum(parameter.numel() for parameter in chain(case.inputs).parameters() if parameter.requires_grad)
+    total = sum(parameter.numel() for parameter in learning(chain(case.inputs)))
     return -(-total // case.world_size)
 
 
-def states_are_split(case: Case, seen: Seen) -> Miss | None:
-    limit = STATES[case.inputs["optimizer"]] * share(case)
-    for rank in range(case.world_size):
-        states = number(seen, rank, "states")
-        if not 0 < states <= limit:
-            return Miss(
-                f"states of at most {limit} elements, made by the optimizer that it was given", f"{states:.0f}", rank
-            )
-    return None
+@kit.each_rank
+def states_are_split(case: Case, seen: Seen, rank: int) -> Miss | None:
+    limit, states = STATES[case.inputs["optimizer"]] * share(case), number(seen, rank, "states")
+    said = f"states of at most {limit} elements, made by the optimizer that it was given"
+    return kit.unless(0 < states <= limit, said, f"{states:.0f}")
 
 
-def zero_traffic(case: Case, seen: Seen) -> Miss | None:
+def zero_traffic(case: Case) -> list[str]:
     """A reduce-scatter and an all-gather in each step, as large as the padded buffer."""
     size = 4 * share(case) * case.world_size
-    right = [f"reduce_scatter {size}", f"all_gather {size}"] * STEPS
-    for rank in range(case.world_size):
-        if (made := made_by(seen, rank)) != right:
-            return Miss(short(", ".join(right)), short(", ".join(made) or "no collective"), rank)
-    return None
+    return [f"reduce_scatter {size}", f"all_gather {size}"] * STEPS
 
 
-def zeroed(case: Case, seen: Seen) -> Miss | None:
-    for rank in range(case.world_size):
-        if not (made_by(seen, rank) and number(seen, rank, "stale") == 0):
-            return Miss("no gradient left after zero_grad()", "one that is not zero", rank)
-    return None
+@kit.each_rank
+def zeroed(case: Case, seen: Seen, rank: int) -> Miss | None:
+    is_zero = made_by(seen, rank) and number(seen, rank, "stale") == 0
+    return kit.unless(is_zero, "no gradient left after zero_grad()", "one that is not zero")
 
 
 OPTIMIZER = Task(
-    name="zero.optimizer",
-    lesson=LESSON,
-    function="ShardedOptimizer",
-    title="Build it: an optimizer in shards",
-    difficulty=5,
-    importance=5,
-    minutes=60,
-    draw=draw_optimizers,
+    **kit.about("zero.optimizer"),
+    draw=each_world(optimizer_case, (LAST, "momentum"), usual=("Adam",)),
     observe=observe_optimizer,
     own={"rows": entry},
     essential=("weights", "states in shards"),
     properties={
         "weights": Property(4, weights_are),
         "states in shards": Property(3, states_are_split),
-        "collectives": Property(3, zero_traffic),
+        "collectives": Property(3, kit.made_are(zero_traffic)),
         "zero_grad": Property(1, zeroed),
     },
 )
-
-ALL = (OPTIMIZER,)
