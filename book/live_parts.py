@@ -29,7 +29,11 @@ MODULES = (
     "course_lib/planning/*.py",
     "course_lib/planning/catalogue/*.json",
     *(f"course_lib/grading/{name}.py" for name in ("__init__", "own_code", "report", "rules", "task")),
-    *(f"course_lib/grading/tasks/{name}.py" for name in ("__init__", "drawing", "pipeline", "planner", "planning")),
+    *(
+        f"course_lib/grading/tasks/{name}.py"
+        for name in ("__init__", "drawing", "kit", "pipeline", "planner", "planning")
+    ),
+    "course_lib/grading/tasks/exercises.csv",
     "course_lib/modeling/__init__.py",
     "course_lib/modeling/dealing.py",
 )

@@ -13,9 +13,9 @@ from typing import Any
 from course_lib.grading import own_code
 from course_lib.grading.report import Report, of_case
 from course_lib.grading.task import Case, Observation, Task
-from course_lib.grading.tasks import pipeline, planner, planning
+from course_lib.grading.tasks import tasks_of
 
-TASKS = {task.name: task for module in (pipeline, planning, planner) for task in module.ALL}
+TASKS = {**tasks_of("pipeline"), **tasks_of("planning"), **tasks_of("planner")}
 MOST_PRINTED = 10_000
 """Characters of what an answer prints that are shown, from the end."""
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from course_lib.grading.task import Case, Malformed, Miss, Observation, Plain, Rule, is_array
+from course_lib.grading.task import Malformed, Miss, Observation, Plain, is_array
 
 if TYPE_CHECKING:
     import numpy as np
@@ -156,11 +156,6 @@ def of_dtype(seen: Seen, key: str, dtype: str) -> Miss | None:
     return None
 
 
-def result(key: str, oracle: Any, tolerance: float = 1e-4, first_step: int | None = None) -> Rule:
-    """A rule: each rank's ``key`` is what ``oracle(case)`` says, a list by rank; `first_step` as of `near`."""
-    return lambda case, seen: near(seen, key, oracle(case), tolerance, first_step)
-
-
 def same(seen: Seen, key: str, expected: Sequence[Plain]) -> Miss | None:
     """Whether each rank's plain value equals its expected one."""
     for rank, right in enumerate(expected):
@@ -217,17 +212,3 @@ def waited_for(happened: Sequence[str], rank: int, where: str = "") -> Miss | No
     """Whether each collective among a rank's events has been waited for: what has not may be over by chance."""
     made, waits = sum(event.split()[0] in NAMES for event in happened), happened.count("wait")
     return None if waits >= made else Miss(f"each of {made} messages{where} waited for", f"{waits} waits", rank)
-
-
-def only(name: str, sizes: Any) -> Rule:
-    """A rule: on each rank the collectives are of one name, with the payload bytes that ``sizes(case)`` lists."""
-
-    def rule(case: Case, seen: Seen) -> Miss | None:
-        for rank in range(case.world_size):
-            made = made_by(seen, rank)
-            right = [f"{name} {size}" for size in sizes(case)]
-            if made != right:
-                return Miss(short(", ".join(right)), short(", ".join(made) or "no collective"), rank)
-        return None
-
-    return rule

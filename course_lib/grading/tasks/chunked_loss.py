@@ -105,14 +105,17 @@ def exact(key: str, *kinds: str) -> Rule:
     return kit.equals(key, by_whole_logits, *kinds, of=key)
 
 
+def weight_alone(case: Case, seen: Seen) -> Miss | None:
+    right, parameters = [f"weight {list(case.inputs['weight'].shape)}"], items(seen, 0, "parameters", str)
+    return kit.unless(parameters == right, f"the parameters {right}", short(parameters))
+
+
 @kit.each_rank
 def a_chunk_alone(case: Case, seen: Seen, rank: int) -> Miss | None:
     """Bytes at any time: a few chunks of logits, and some tensors like the two gradients; of them one after forward."""
     (vocabulary, width), tokens = case.inputs["weight"].shape, case.inputs["states"][0].shape[1]
     chunk = min(case.inputs["chunk"], tokens)
     both = (vocabulary + tokens) * width
-    if (parameters := items(seen, 0, "parameters", str)) != (right := [f"weight [{vocabulary}, {width}]"]):
-        return Miss(f"the parameters {right}", short(parameters))
     limits = {
         "peaks": (4 * (4 * both + CHUNKS_HELD * chunk * vocabulary), "bytes at a time"),
         "held": (4 * (2 * both + tokens), "bytes after the forward"),
@@ -161,7 +164,7 @@ CHUNKED = Task(
         "gradient of states": Property(1, exact("of_states", USUAL, LARGE, SHORT)),
         "gradient of the weight": Property(2, exact("of_weight", USUAL, LARGE, SHORT)),
         "no targets": Property(1, kit.all_of(*(exact(key, NONE) for key in ("loss", "of_states", "of_weight")))),
-        "a chunk alone": Property(3, a_chunk_alone),
+        "a chunk alone": Property(3, kit.all_of(weight_alone, a_chunk_alone)),
         "three products": Property(2, three_products),
         "one count": Property(1, one_count),
     },

@@ -97,11 +97,8 @@ def _sorted(value: Any) -> Any:
 
 def options_due(job: dict) -> dict[str, Any]:
     """Text by name; what is None is left to its default."""
-    texts = {
-        name: str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in job["config"].items()
-        if value is not None
-    }
+    given = {name: value for name, value in job["config"].items() if value is not None}
+    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
     return {"TrainingJobName": job["name"], "HyperParameters": texts}
 
 

@@ -230,7 +230,8 @@ def observe_ring(function: Callable[..., Any], case: Case, rank: int) -> dict:
 def by_one_process(case: Case) -> dict[str, list[np.ndarray]]:
     """Of whole sequences, in float64: the output and the gradients, by rank."""
     leaves = {name: kit.tensor(case.inputs[name]).double().requires_grad_() for name in NAMES}
-    output = F.scaled_dot_product_attention(*leaves.values(), is_causal=True)
+    query, key, value = leaves.values()
+    output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     output.square().sum().backward()
     wholes = {"output": output.detach(), **kit.gradients(leaves)}
     return {name: np.split(one.numpy(), case.world_size, 1) for name, one in wholes.items()}

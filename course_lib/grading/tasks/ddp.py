@@ -69,7 +69,7 @@ AVERAGE = Task(
     own={"rows": entry},
     essential=("mean gradient",),
     properties={
-        "mean gradient": Property(3, mean_gradient()),
+        "mean gradient": Property(3, mean_gradient),
         "weights untouched": Property(
             1, kit.all_of(sends_something, kit.equals("weights", weights_of, on_all=True, tolerance=0))
         ),
@@ -248,7 +248,7 @@ OVERLAP = Task(
     own={"rows": entry},
     essential=("mean gradient", "leaves early", "does not block backward"),
     properties={
-        "mean gradient": Property(3, mean_gradient()),
+        "mean gradient": Property(3, mean_gradient),
         "leaves early": Property(2, kit.each_step(leaves_early, "backward", STEPS)),
         "does not block backward": Property(3, kit.each_step(waits_late, "backward", STEPS)),
         "waits for all": Property(1, kit.each_step(waits_for_all, "backward", STEPS)),

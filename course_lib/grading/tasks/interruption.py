@@ -22,21 +22,17 @@ def notice_cases(rng: random.Random, worlds: Sequence[int] = (1, 2, 3)) -> list[
         last = first + 2 * every + rng.randrange(1, 3)
         in_a_save = place % 3 == 0
         at = rng.choice([step for step in range(first, last - 2) if ((step + 1) % every == 0) is in_a_save])
-        cases.append(
-            Case(
-                world,
-                {
-                    "first": first,
-                    "last": last,
-                    "every": every,
-                    "at": None if place == len(worlds) else at,
-                    "in_a_save": in_a_save,
-                    "twice": place % 2 == 1,
-                    "step_seconds": rng.randrange(45, 51),
-                    "save_seconds": rng.randrange(40, 46),
-                },
-            )
-        )
+        inputs = {
+            "first": first,
+            "last": last,
+            "every": every,
+            "at": None if place == len(worlds) else at,
+            "in_a_save": in_a_save,
+            "twice": place % 2 == 1,
+            "step_seconds": rng.randrange(45, 51),
+            "save_seconds": rng.randrange(40, 46),
+        }
+        cases.append(Case(world, inputs))
     return cases
 
 

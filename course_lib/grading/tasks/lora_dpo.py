@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from course_lib.grading.rules import Seen, array, items, near, same, short, suspected
+from course_lib.grading.rules import Seen, items, same, short, suspected
 from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
 from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import in_turn, numbers, whole
@@ -188,15 +188,12 @@ def exact(key: str, *kinds: str) -> Rule:
     """A rule: the numbers of each step, in cases of some kinds."""
 
     def rule(case: Case, seen: Seen) -> Miss | None:
-        right = by_hand(case)[key]
-        array(seen, 0, key, right.shape)
-        if case.inputs["kind"] not in kinds:
-            return None
+        miss = kit.equals(key, by_hand, *kinds, of=key, on_all=True, first_step=1)(case, seen)
         wrong = {
             f"{note} These numbers come about so": lambda how=how: [by_hand(case, how)[key]]
             for note, how in WRONG.items()
         }
-        return suspected(near(seen, key, [right], first_step=1), seen, key, wrong)
+        return suspected(miss, seen, key, wrong)
 
     return rule
 

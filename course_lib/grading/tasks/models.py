@@ -1,17 +1,17 @@
 """Small models for exercises: chains of layers with what real models have, a frozen, a shared and an unused weight."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from inspect import isfunction
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from course_lib.grading.rules import Seen, number, result
-from course_lib.grading.task import Case, Miss, Rule
+from course_lib.grading.rules import Seen, number
+from course_lib.grading.task import Case, Miss
+from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import WORLDS, numbers
 
 STEPS = 2
@@ -37,7 +37,7 @@ def chain(inputs: dict, key: str = "weights") -> nn.Sequential:
     layers: list[nn.Module] = []
     for weight in inputs[key]:
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-        linear.weight.data = torch.from_numpy(weight.copy())
+        linear.weight.data = kit.tensor(weight)
         layers += [linear, nn.Tanh()]
     model = nn.Sequential(*layers[:-1])
     if inputs.get("frozen") is not None:
@@ -46,7 +46,7 @@ def chain(inputs: dict, key: str = "weights") -> nn.Sequential:
         first, second = inputs["tied"]
         model[2 * second].weight = model[2 * first].weight
     if inputs.get(UNUSED) is not None:
-        model.register_parameter(UNUSED, nn.Parameter(torch.from_numpy(inputs[UNUSED].copy())))
+        model.register_parameter(UNUSED, nn.Parameter(kit.tensor(inputs[UNUSED])))
     return model
 
 
@@ -165,17 +165,14 @@ def mean_gradients(case: Case) -> list[np.ndarray]:
     return [np.mean(local_gradients(case), axis=0)] * case.world_size
 
 
-def mean_gradient(key: str = "gradient", oracle: Callable[[Case], list[Any]] = mean_gradients) -> Rule:
-    """A rule: each step leaves the mean gradient, and nothing at the frozen and the unused parameters."""
+@kit.each_rank
+def nothing_elsewhere(case: Case, seen: Seen, rank: int) -> Miss | None:
+    is_zero = number(seen, rank, "elsewhere") == 0
+    return kit.unless(is_zero, "no gradient at frozen and unused parameters", "one that is not zero")
 
-    def rule(case: Case, seen: Seen) -> Miss | None:
-        miss = result(key, oracle)(case, seen)
-        for rank in range(case.world_size) if miss is None else ():
-            if number(seen, rank, "elsewhere") != 0:
-                return Miss("no gradient at frozen and unused parameters", "one that is not zero", rank)
-        return miss
 
-    return rule
+mean_gradient = kit.all_of(kit.equals("gradient", mean_gradients), nothing_elsewhere)
+"""A rule: each step leaves the mean gradient, and nothing at the frozen and the unused parameters."""
 
 
 def elsewhere(model: nn.Module) -> float:

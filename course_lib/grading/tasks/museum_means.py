@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.grading.recorder import Recorder
-from course_lib.grading.rules import Seen, array, calls, made_by, near
+from course_lib.grading.rules import Seen, calls, made_by, near
 from course_lib.grading.task import Case, Miss, Property, Rule, Task, plain
 from course_lib.grading.tasks import kit
 from course_lib.grading.tasks.drawing import along, each_world, numbers
@@ -144,16 +144,14 @@ def mean_of_size(chosen: Callable[[int, int], bool]) -> Rule:
     """The means of the gradients whose size and the limit are so."""
 
     def rule(case: Case, seen: Seen) -> Miss | None:
+        lists = [observed.get("gradients") for observed in seen]
         for place, size in enumerate(sizes_of(case)):
             right = case.inputs["gradients"][place].astype(np.float64).mean(0)
-            for rank in range(case.world_size):
-                held = seen[rank].get("gradients")
+            for rank, held in enumerate(lists):
                 mine = held[place] if isinstance(held, list) and len(held) == len(sizes_of(case)) else None
-                array([{"gradient": mine}], 0, "gradient", right.shape)
-                if chosen(size, case.inputs["limit"]):
-                    miss = near([{"gradient": mine}], "gradient", [right])
-                    if miss:
-                        return Miss(f"{miss.expected} of {size} numbers", miss.found, rank, miss.note)
+                miss = near([{"gradient": mine}], "gradient", [right])
+                if miss and chosen(size, case.inputs["limit"]):
+                    return Miss(f"{miss.expected} of {size} numbers", miss.found, rank, miss.note)
         return None
 
     return rule

@@ -216,11 +216,9 @@ def columns(case: Case, seen: Seen, key: str) -> np.ndarray:
     Raises:
         Malformed: something else.
     """
-    steps = items(seen, 0, key, list)
-    if len(steps) != case.inputs["after"] or any(
-        len(step) != 3 or not all(type(one) in (int, float) for one in step) for step in steps
-    ):
-        raise Malformed(Miss(f"{case.inputs['after']} steps of a row, a rate and a loss", short(steps)))
+    steps, due = items(seen, 0, key, list), case.inputs["after"]
+    if len(steps) != due or any([type(one) in (int, float) for one in step] != [True] * 3 for step in steps):
+        raise Malformed(Miss(f"{due} steps of a row, a rate and a loss", short(steps)))
     return np.array(steps, dtype=np.float64)
 
 

@@ -111,8 +111,7 @@ def ran(
 
 
 def observe_job(function: Callable[..., Any], case: Case, rank: int) -> dict:
-    given = case.inputs
-    config = {**given["config"], **({"long": given["just_fits"]} if given["just_fits"] else {})}
+    given, config = case.inputs, config_due(case)
     texts = function(dict(config)).hyperparameters()
     seen: dict[str, Any] = {
         "texts": plain(texts),
@@ -131,16 +130,14 @@ def observe_job(function: Callable[..., Any], case: Case, rank: int) -> dict:
         plain(function(config).environment({**container, "SM_CURRENT_HOST": host})) for host in given["hosts"]
     ]
     whole, steps, state = ran(function(config), case, {})
-    seen.update({"steps": steps, "state": plain(state), "left": len({path.split("/")[0] for path in whole.list()})})
     _, again, same = ran(function(config), case, whole.files)
-    seen.update({"again": again, "same": plain(same)})
+    seen |= {"steps": steps, "state": plain(state), "again": again, "same": plain(same), "resumed": []}
+    seen["left"] = len({path.split("/")[0] for path in whole.list()})
     stops = [(cut, None) for cut in range(min(whole.operations, MOST_OPERATIONS))]
-    resumed = []
     for cut, stop in [*stops, *((None, step) for step in range(given["last"]))]:
         broken, before, _ = ran(function(config), case, {}, cut, stop)
         _, after, state = ran(function(config), case, broken.files)
-        resumed.append([len(before), after[0] if after else given["last"], plain(state), stop is not None])
-    seen["resumed"] = resumed
+        seen["resumed"].append([len(before), after[0] if after else given["last"], plain(state), stop is not None])
     try:
         ran(function({**config, "max_steps": config["max_steps"] + 1}), case, whole.files)
         seen["other"] = ""
@@ -150,7 +147,8 @@ def observe_job(function: Callable[..., Any], case: Case, rank: int) -> dict:
 
 
 def config_due(case: Case) -> dict[str, Any]:
-    return {**case.inputs["config"], **({"long": case.inputs["just_fits"]} if case.inputs["just_fits"] else {})}
+    long = case.inputs["just_fits"]
+    return {**case.inputs["config"], **({"long": long} if long else {})}
 
 
 def comes_back(case: Case, seen: Seen) -> Miss | None:
@@ -158,25 +156,19 @@ def comes_back(case: Case, seen: Seen) -> Miss | None:
     back = seen[0].get("config")
     if not isinstance(back, str):
         raise Malformed(Miss("a config", kind(back)))
-    if back == right:
-        return None
     at = next((i for i, (a, b) in enumerate(zip(back, right, strict=False)) if a != b), min(len(back), len(right)))
-    return Miss(
-        f"in the job the config as it was, `{short(right[max(0, at - 20) : at + 30])}`",
-        f"`{short(back[max(0, at - 20) : at + 30])}`",
-    )
+    due, found = (f"`{short(text[max(0, at - 20) : at + 30])}`" for text in (right, back))
+    return kit.unless(back == right, f"in the job the config as it was, {due}", found)
 
 
 def are_texts(case: Case, seen: Seen) -> Miss | None:
     texts = seen[0].get("texts")
     if not isinstance(texts, dict) or set(texts) != set(config_due(case)) or seen[0].get("types") != ["str"]:
         return Miss(f"a text for each of {len(config_due(case))} names", short(seen[0].get("types")))
-    if case.inputs["too_long"] and "essay" not in str(seen[0].get("refused")):
-        return Miss(
-            f"a ValueError that names `essay`, of more than {LONGEST} characters",
-            short(seen[0].get("refused") or "none"),
-        )
-    return None
+    refused = seen[0].get("refused")
+    is_named = not case.inputs["too_long"] or "essay" in str(refused)
+    said = f"a ValueError that names `essay`, of more than {LONGEST} characters"
+    return kit.unless(is_named, said, short(refused if isinstance(refused, str) and refused else "none"))
 
 
 def ranks_are(case: Case, seen: Seen) -> Miss | None:
@@ -231,23 +223,18 @@ def resumes(case: Case, seen: Seen) -> Miss | None:
             return Miss(f"go on with step {' or '.join(map(str, allowed))}, {where}", f"step {first}")
         if state != right:
             return Miss(f"the state of a job that was never interrupted, {where}", short(state))
-    return None if len(resumed) > last else Miss("interruptions", f"{len(resumed)}")
+    return kit.unless(len(resumed) > last, "interruptions", f"{len(resumed)}")
 
 
 def refuses_another(case: Case, seen: Seen) -> Miss | None:
-    trains_it = trains(case, seen)
-    return (
-        None
-        if seen[0].get("other") and trains_it is None
-        else Miss("a ValueError: the folder's checkpoints are of another config", "no refusal")
-    )
+    fits = seen[0].get("other") and trains(case, seen) is None
+    return kit.unless(fits, "a ValueError: the folder's checkpoints are of another config", "no refusal")
 
 
 def keeps_few(case: Case, seen: Seen) -> Miss | None:
     left = seen[0].get("left")
-    trains_it = trains(case, seen)
-    fits = type(left) is int and 0 < left <= 2 and trains_it is None
-    return None if fits else Miss("at most 2 checkpoints in the folder at the end", short(left))
+    fits = type(left) is int and 0 < left <= 2 and trains(case, seen) is None
+    return kit.unless(fits, "at most 2 checkpoints in the folder at the end", short(left))
 
 
 SPOT_JOB = Task(

@@ -175,15 +175,13 @@ def observe_redact(function: Callable[..., Any], case: Case, rank: int) -> dict:
 
 
 def redacted(config: dict, secrets: list[str]) -> Any:
-    def by_name(name: str) -> bool:
-        return name.lower().endswith(("token", "secret", "password", "api_key", "apikey"))
+    def is_secret(name: str, item: Any) -> bool:
+        is_named = name.lower().endswith(("token", "secret", "password", "api_key", "apikey"))
+        return is_named and isinstance(item, str) and item != ""
 
     def walk(value: Any) -> Any:
         if isinstance(value, dict):
-            return {
-                name: MASK if by_name(name) and isinstance(item, str) and item else walk(item)
-                for name, item in value.items()
-            }
+            return {name: MASK if is_secret(name, item) else walk(item) for name, item in value.items()}
         if isinstance(value, list):
             return [walk(item) for item in value]
         for secret in secrets if isinstance(value, str) else ():
