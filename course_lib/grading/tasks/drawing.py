@@ -88,11 +88,7 @@ def each_total(
 
 def alone(inputs: Callable[[random.Random], dict], count: int = 4) -> Callable[..., list[Case]]:
     """A task's `draw` for a task without ranks: ``count`` cases."""
-
-    def draw(rng: random.Random, count: int = count) -> list[Case]:
-        return [Case(1, inputs(rng)) for _ in range(count)]
-
-    return draw
+    return in_turn(lambda rng, place: inputs(rng), count)
 
 
 def in_turn(inputs: Callable[[random.Random, int], dict], count: int = 4) -> Callable[..., list[Case]]:
