@@ -27,9 +27,8 @@ class DataConfig(Strict):
     separator: Literal[",", ";", "|", "tab"] | None = None
     """What separates the columns of a CSV file; default: the one by which all its first rows have as many."""
     quoting: Literal["none", "minimal", "escaped"] | None = None
-    """What quotes mean in CSV and TSV files: `none`, characters of the texts; `minimal`, they enclose a field, and \
-doubled stand in it; `escaped`, a backslash stands before them in it; default: as RFC 4180 says, and what that leaves \
-open is refused."""
+    """What quotes mean in CSV and TSV files: `minimal`, the default, they enclose a field, and doubled stand in it; \
+`escaped`, a backslash stands before them in it; `none`, characters of the texts."""
     encoding: str | None = None
     """Encoding of local files of text, as in cp1252; default: what a byte-order mark says, else UTF-8."""
     train_split: str = "train"
@@ -50,7 +49,7 @@ whole texts share a row and see each other not, and only one longer than max_len
     chat_template: str | None = None
     """Jinja template that makes a text of a conversation (`messages`): `chatml` or a file; default: the tokenizer's."""
     streaming: bool = False
-    """Read the training files (JSON lines, Parquet, Arrow, text) as they are needed, and write nothing of them; for a \
+    """Read the training files as they are needed, and write nothing of them; for a \
 causal language model, with max_steps, and with a validation file beside them."""
     stream_window: Positive = 10_000
     """Consecutive texts of a stream that are shuffled, and wrapped or packed, together; as many are held."""

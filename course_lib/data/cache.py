@@ -40,15 +40,17 @@ def digest(*parts: Any) -> str:
 
 
 def column_digest(rows: datasets.Dataset, name: str) -> str:
-    """Counterpart of `digest` for a column of strings, bytes, integers or lists; how it is stored is no difference.
+    """Counterpart of `digest` for a column of strings, numbers or lists; how it is stored is no difference.
 
     No string counts as an empty one.
     """
     lengths, content = hashlib.sha256(), hashlib.sha256()
     for values in batches(rows, name):
+        if pa.types.is_floating(values.type) or pa.types.is_boolean(values.type):
+            values = values.cast(pa.string())
         if not pa.types.is_integer(values.type):
             strings = (json.dumps(value) if isinstance(value, list) else value for value in values.to_pylist())
-            encoded = [value if isinstance(value, bytes) else (value or "").encode() for value in strings]
+            encoded = [(value or "").encode() for value in strings]
             lengths.update(np.fromiter(map(len, encoded), "<i8", len(encoded)).tobytes())
             content.update(b"".join(encoded))
         else:

@@ -1,64 +1,40 @@
 """Finds the text and label columns of any data set, and checks that every row has them."""
 
-import hashlib
-import json
-import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from course_lib.data import arrow_types
 from course_lib.data.cache import FORMAT, batches, cached_map, column, column_digest, digest
 from course_lib.data.class_names import Classes, all_hidden, visible
 from course_lib.data.conversations import as_json, holds_conversations
 from course_lib.data.ordering import PART
-from course_lib.data.tables import Raw
 from course_lib.errors import DataError, nearest
 
 TEXT_NAMES = ("text", "sentence", "content", "review", "tweet", "document", "comment", "message", "question")
 LABEL_NAMES = ("label", "labels", "sentiment", "class", "target", "category", "emotion")
-PAIRS = (
-    ("premise", "hypothesis"),
-    ("sentence1", "sentence2"),
-    ("sentence_A", "sentence_B"),
-    ("text_a", "text_b"),
-    ("text1", "text2"),
-    ("question1", "question2"),
-    ("question", "context"),
-    ("question", "passage"),
-    ("question", "sentence"),
-    ("query", "passage"),
-    ("instruction", "output"),
-    ("prompt", "completion"),
-    ("prompt", "response"),
-    ("question", "answer"),
-    ("input", "output"),
-    ("title", "body"),
-)
-"""Columns that hold two texts to be read together."""
 MOST_LISTED = 20
 """Columns that an error names."""
-LOOKED_AT = 1000
-"""Rows that are looked at to tell a header from a row."""
+EXACT = 2.0**53
+"""Whole numbers beyond it are no longer told apart in a float64."""
 
 
-def choose_column(wanted: str | None, usual: Sequence[str], raw: Raw, option: str, what: str) -> str:
+def choose_column(wanted: str | None, usual: Sequence[str], columns: Iterable[str], option: str, what: str) -> str:
     """The column to use: the wanted one, else the only one with a usual name (in any case).
 
     Args:
         wanted: what the user asked for.
         usual: names to look for.
-        raw: the rows.
+        columns: those that there are.
         option: name of the option, for the error.
         what: the data set, for the error.
     Raises:
         DataError: it is not there, or no column or several have a usual name.
     """
-    columns = raw.column_names
+    columns = list(columns)
     listed = ", ".join(columns[:MOST_LISTED]) + f" and {len(columns) - MOST_LISTED} more" * (len(columns) > MOST_LISTED)
     if wanted is not None:
         alike = [name for name in columns if visible(name) == visible(wanted)]
@@ -68,100 +44,70 @@ def choose_column(wanted: str | None, usual: Sequence[str], raw: Raw, option: st
     candidates = [name for name in columns if visible(name).casefold() in usual]
     if len(candidates) != 1:
         which = f"{' and '.join(candidates)} could each be" if candidates else "none is known to be"
-        other = "" if candidates else _other_form(raw, option)
         raise DataError(
             f"{what} has the columns {listed}, and {which} the {option.partition('_')[0]}",
-            other or f"name it with --{option}",
+            f"name it with --{option}; where it is in several columns, join them first; where these are a row and no "
+            "header, put one above it, such as text,label",
         )
     return candidates[0]
 
 
-def _other_form(raw: Raw, option: str) -> str:
-    """What to do about columns that are no text and no class but something known, or no header; nothing else."""
-    columns = raw.column_names
-    if any(len(name.split()) >= 4 or re.fullmatch(r"[-+.,\d]+", name) or _occurs_below(raw, name) for name in columns):
-        return (
-            f"is the first line a row, and no header? Then put one above it, such as text,label; else name the "
-            f"column with --{option}"
-        )
-    if option != "text_column":
-        return ""
-    chat = next((name for name in raw.refused if name.lower() in arrow_types.CHATS), None)
-    if chat:
-        return f"`{chat}` holds conversations: {raw.refused[chat][1]}"
-    pair = next((pair for pair in PAIRS if set(pair) <= set(columns)), None)
-    if pair:
-        return (
-            f'{pair[0]} and {pair[1]} are two texts per row: join them first, rows.map(lambda row: {{"text": '
-            f'row["{pair[0]}"] + "\\n" + row["{pair[1]}"]}}), or name one of them with --{option}'
-        )
-    return ""
-
-
-def _occurs_below(raw: Raw, name: str) -> bool:
-    """Whether the name of a column is one of the values in it, as a class in the first line is."""
-    if name not in raw.rows.column_names or not pa.types.is_string(raw.type_of(name)):
-        return False
-    return pc.index(column(raw.rows.select(range(min(LOOKED_AT, len(raw.rows)))), name), name).as_py() >= 0
-
-
-def check_text(raw: Raw, name: str, split: str) -> None:
+def check_text(features: datasets.Features, name: str, split: str) -> None:
     """Refuse a column that holds no text.
 
     Raises:
         DataError: it holds something else.
     """
-    held, way = raw.problem(name) or (None, "")
-    plain = None if held else arrow_types.plain_type(raw.type_of(name))
-    if plain not in (pa.string(), pa.binary(), pa.null()):
-        held = held or arrow_types.shown(raw.type_of(name))
-        way = way or arrow_types.AS_TEXT.replace("NAME", repr(name))
+    kind = features.arrow_schema.field(name).type
+    if not (is_text(kind) or pa.types.is_null(kind)):
         raise DataError(
-            f"column `{name}` of the {split} split holds {held}, not text", f"name another with --text_column, or {way}"
+            f"column `{name}` of the {split} split holds {shown(kind)}, not text",
+            f"name another with --text_column, or make text of it first: numbers and dates by frame[{name!r}]"
+            f".astype(str), lists of words by .map(' '.join), conversations by tokenizer.apply_chat_template",
         )
 
 
-def only_text(raw: Raw, name: str, split: str) -> datasets.Dataset:
+def is_text(kind: pa.DataType) -> bool:
+    """Whether an Arrow type is one of texts."""
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def shown(kind: pa.DataType) -> str:
+    """A type in words."""
+    text = "lists, objects or values of several types" if isinstance(kind, pa.JsonType) else str(kind)
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
+def only_text(rows: datasets.Dataset, name: str, split: str) -> datasets.Dataset:
     """The rows with one column, `text`: empty where there is none.
 
     Raises:
         DataError: the column holds something else.
     """
-    check_text(raw, name, split)
-    rows = raw.rows.select_columns(name)
+    check_text(rows.features, name, split)
+    rows = rows.select_columns(name)
     if rows.features[name] == datasets.Value("string") and not column(rows, name).null_count:
         return rows.rename_column(name, "text") if name != "text" else rows
-    first = 0
+    return _as_text(rows, name, split, lambda values: values.cast(pa.string()))
 
-    def texts(batch: pa.Table) -> dict[str, pa.Array]:
-        nonlocal first
-        first += len(batch)
-        values = arrow_types.plain(batch[name].combine_chunks())
-        return {"text": pc.fill_null(arrow_types.text_of(values, name, split, first - len(batch)), "")}
 
+def conversations(features: datasets.Features) -> list[str]:
+    """The columns that hold conversations which can be trained on."""
+    return [field.name for field in features.arrow_schema if holds_conversations(field.name, field.type)]
+
+
+def only_conversations(rows: datasets.Dataset, name: str, split: str) -> datasets.Dataset:
+    """The rows with one column, `text`, of conversations as JSON; empty where there is none."""
+    return _as_text(rows.select_columns(name), name, split, as_json)
+
+
+def _as_text(
+    rows: datasets.Dataset, name: str, split: str, convert: Callable[[pa.Array], pa.Array]
+) -> datasets.Dataset:
     return cached_map(
         rows,
-        texts,
-        key=digest(FORMAT, "text", column_digest(rows, name)),
-        features=datasets.Features({"text": datasets.Value("string")}),
-        describe=f"Reading {split}",
-    )
-
-
-def conversations(raw: Raw) -> Sequence[str]:
-    """The columns that hold conversations which can be trained on."""
-    schema = raw.rows.features.arrow_schema
-    return [*raw.chats, *(name for name in raw.rows.column_names if holds_conversations(name, schema.field(name).type))]
-
-
-def only_conversations(raw: Raw, name: str, split: str) -> datasets.Dataset:
-    """The rows with one column, `text`, of conversations as JSON; empty where there is none."""
-    if name in raw.chats:
-        return only_text(raw, name, split)
-    return cached_map(
-        raw.rows.select_columns(name),
-        lambda batch: {"text": pc.fill_null(as_json(batch[name].combine_chunks()), "")},
-        key=digest(FORMAT, "chats", column_digest(raw.rows, name)),
+        lambda batch: {"text": pc.fill_null(convert(batch[name].combine_chunks()), "")},
+        key=digest(FORMAT, "text", str(rows.features[name]), column_digest(rows, name)),
         features=datasets.Features({"text": datasets.Value("string")}),
         describe=f"Reading {split}",
     )
@@ -169,102 +115,70 @@ def only_conversations(raw: Raw, name: str, split: str) -> datasets.Dataset:
 
 def blank_rows(rows: datasets.Dataset) -> pa.ChunkedArray:
     """bool [rows]: whether a row's `text` is no more than white space; one bit per row is held."""
-    bits, start = np.zeros(-(-len(rows) // 8), np.uint8), 0
-    for texts in batches(rows, "text"):  # of BATCH_ROWS, so each begins a byte
-        blank = pc.equal(pc.utf8_trim_whitespace(texts), "").to_numpy(zero_copy_only=False)
-        here = np.packbits(blank, bitorder="little")
-        bits[start : start + len(here)] = here
-        start += len(here)
-    return pa.chunked_array([pa.Array.from_buffers(pa.bool_(), len(rows), [None, pa.py_buffer(bits)])])
+    return pa.chunked_array([pc.equal(pc.utf8_trim_whitespace(texts), "") for texts in batches(rows, "text")])
 
 
 class Labels:
     """The column of classes of one split, checked; its values stay on disk.
 
     Args:
-        raw: the split.
+        rows: the split.
         name: of the column.
         split: for an error.
     Attributes:
-        feature: how the data set describes it.
-        counts: rows by label, as it is written, in the order in which they first occur.
-        digest: names every row's label.
+        names: all classes in the data set's own order, where it has one.
+        counts: rows by label, as it is written, in the order in which they first occur; for numbers without names, by
+            the number's digits.
     Raises:
         DataError: a row has none, or the column holds no classes.
     """
 
-    def __init__(self, raw: Raw, name: str, split: str):
-        held, way = raw.problem(name) or (None, "")
-        if held:
+    def __init__(self, rows: datasets.Dataset, name: str, split: str):
+        feature, kind = rows.features[name], rows.features.arrow_schema.field(name).type
+        is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+        if not (is_number or is_text(kind) or pa.types.is_null(kind)):
             raise DataError(
-                f"column `{name}` of the {split} split holds {held}, not one class per row",
-                f"name another with --label_column, or {way}",
+                f"column `{name}` of the {split} split holds {shown(kind)}, not one class per row",
+                "name another with --label_column, or make texts or whole numbers of it first",
             )
-        self.rows, self.name, self.split = raw.rows.select_columns(name), name, split
-        self.feature = raw.rows.features[name]
-        counts, content = Counter[str](), hashlib.sha256()
-        for names in self.by_name():
-            batch = names.to_pylist()
-            counts.update(batch)
-            content.update(json.dumps(batch).encode())
-        self.counts, self.digest = dict(counts), content.hexdigest()
+        self.rows, self.name, self.split = rows.select_columns(name), name, split
+        self.names: Sequence[str] | None = (feature.names or None) if isinstance(feature, datasets.ClassLabel) else None
+        self.values, self.name_of, self.counts = column(rows, name), dict[Any, str](), dict[str, int]()
+        missing = pc.is_null(self.values, nan_is_null=pa.types.is_floating(kind))
+        if (row := pc.index(missing, True).as_py()) >= 0:
+            raise self._no_label(row)
+        for pair in self.values.value_counts().to_pylist():
+            self.name_of[pair["values"]] = self._named(pair["values"])
+            self.counts[self.name_of[pair["values"]]] = pair["counts"]
 
-    @property
-    def names(self) -> Sequence[str] | None:
-        """All classes in the data set's own order, where it has one."""
-        return self.feature.names if isinstance(self.feature, datasets.ClassLabel) and self.feature.names else None
+    def row_of(self, value: Any) -> int:
+        """The first row with a label."""
+        return pc.index(self.values, pa.scalar(value, self.values.type)).as_py()
 
-    def by_name(self) -> Iterator[pa.Array]:
-        """The label of each row by its name, batch by batch; for numbers without names, the number's digits.
-
-        Raises:
-            DataError: a row has none, or one that is no class.
-        """
-        first = 0
-        for values in batches(self.rows, self.name):
-            yield self._named(values, first)
-            first += len(values)
-
-    def _named(self, values: pa.Array, first: int) -> pa.Array:
-        """A batch of labels by their names.
-
-        Args:
-            values: as they are stored.
-            first: the row that the batch begins at, for the error.
-        """
-        if self.names is not None:
-            known = pc.and_kleene(pc.greater_equal(values, 0), pc.less(values, len(self.names)))
-            names = pa.array(self.names, pa.string()).take(pc.if_else(known, values, None))
-        else:
-            names = self._as_names(arrow_types.plain(values), first)
-        blank = pc.is_in(
-            names, pa.array([name for name in pc.unique(names).to_pylist() if not visible(name or "")], pa.string())
+    def _no_label(self, row: int) -> DataError:
+        elsewhere = "" if self.split == "train" else f", or name another split with --{self.split}_split"
+        return DataError(
+            f"row {row} (from 0) of the {self.split} split has no label in column `{self.name}`",
+            f"give every row a class{elsewhere}",
         )
-        if (row := pc.index(pc.or_kleene(pc.is_null(names), blank), True).as_py()) >= 0:
-            elsewhere = "" if self.split == "train" else f", or name another split with --{self.split}_split"
-            raise DataError(
-                f"row {first + row} (from 0) of the {self.split} split has no label in column `{self.name}`",
-                f"give every row a class{elsewhere}",
-            )
-        return names
 
-    def _as_names(self, values: pa.Array, first: int) -> pa.Array:
-        if not pa.types.is_floating(values.type):
-            return (
-                values.cast(pa.string())
-                if not pa.types.is_binary(values.type)
-                else arrow_types.text_of(values, self.name, self.split, first)
-            )
-        # What readers make of whole numbers where some are missing.
-        values = pc.if_else(pc.is_nan(values), None, values)
-        unfit = pc.or_(pc.not_equal(pc.floor(values), values), pc.greater(pc.abs(values), arrow_types.EXACT))
-        if (row := pc.index(unfit, True).as_py()) >= 0:
-            raise DataError(
-                f"column `{self.name}` of the {self.split} split holds {values[row].as_py()} in row "
-                f"{first + row} (from 0), which is no class",
-                "use whole numbers or names; regression is not here",
-            )
-        return values.cast(pa.int64()).cast(pa.string())
+    def _named(self, value: Any) -> str:
+        """A label by its name."""
+        if self.names is not None:
+            name = self.names[value] if 0 <= value < len(self.names) else ""
+        elif isinstance(value, float):  # what readers make of whole numbers where some are missing
+            if not value.is_integer() or abs(value) > EXACT:
+                raise DataError(
+                    f"column `{self.name}` of the {self.split} split holds {value} in row {self.row_of(value)} "
+                    "(from 0), which is no class",
+                    "use whole numbers or names; regression is not here",
+                )
+            name = str(int(value))
+        else:
+            name = str(value).lower() if isinstance(value, bool) else str(value)
+        if not visible(name):
+            raise self._no_label(self.row_of(value))
+        return name
 
     def numbered(self, texts: datasets.Dataset, classes: Classes) -> datasets.Dataset:
         """The texts with the number of each row's class in a column `label`, int64.
@@ -275,29 +189,25 @@ class Labels:
         Raises:
             DataError: a class does not occur in the training split.
         """
-        numbers = {name: classes.number_of(name) for name in self.counts}
-        unknown = [name for name, number in numbers.items() if number is None]
-        if unknown and all_hidden(self.counts):
+        numbers = {value: classes.number_of(name) for value, name in self.name_of.items()}
+        unknown = next((value for value, number in numbers.items() if number is None), None)
+        if unknown is not None and all_hidden(self.counts):
             raise DataError(
-                f"the {self.split} split has no labels: every row has `{unknown[0]}`",
+                f"the {self.split} split has no labels: every row has `{self.name_of[unknown]}`",
                 f"name another split with --{self.split}_split, or leave it out",
             )
-        if unknown:
-            first = 0
-            for names in self.by_name():
-                if (row := pc.index(pc.is_in(names, pa.array(unknown)), True).as_py()) >= 0:
-                    name = names[row].as_py()
-                    raise DataError(
-                        f"label `{name}` in row {first + row} (from 0) of the {self.split} split does "
-                        "not occur in the training split",
-                        classes.unseen(name),
-                    )
-                first += len(names)
-        spelt, meant = pa.array(list(numbers), pa.string()), pa.array(list(numbers.values()), pa.int64())
+        if unknown is not None:
+            raise DataError(
+                f"label `{self.name_of[unknown]}` in row {self.row_of(unknown)} (from 0) of the {self.split} split "
+                "does not occur in the training split",
+                classes.unseen(self.name_of[unknown]),
+            )
+        values, meant = pa.array(list(numbers), self.values.type), pa.array(list(numbers.values()), pa.int64())
+        names = list(self.name_of.values())
         coded = cached_map(
             self.rows,
-            lambda batch: {"label": meant.take(pc.index_in(self._named(batch[self.name].combine_chunks(), 0), spelt))},
-            key=digest(FORMAT, "label", numbers, self.digest),
+            lambda batch: {"label": meant.take(pc.index_in(batch[self.name].combine_chunks(), values))},
+            key=digest(FORMAT, "label", names, meant.to_pylist(), column_digest(self.rows, self.name)),
             features=datasets.Features({"label": datasets.Value("int64")}),
             describe=f"Labels of {self.split}",
         )

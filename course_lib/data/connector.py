@@ -146,16 +146,14 @@ class DataConnector:
 
     def _read(self, source: sources.Source, own_name: str, split: str, notes: list[str]) -> _Rows:
         """The rows of one split, checked."""
-        raw = source.read(own_name)
-        if not len(raw.rows):
-            raise DataError(f"the {split} split of {source.name} is empty", "give a split with at least one row")
-        what = f"the {split} split of {source.name}"
-        notes += raw.notes
-        chats = () if self._classifies else columns.conversations(raw)
+        raw, what = source.read(own_name), f"the {split} split of {source.name}"
+        if not len(raw):
+            raise DataError(f"{what} is empty", "give a split with at least one row")
+        chats = () if self._classifies else columns.conversations(raw.features)
         if self.config.task == "causal_lm" and (chat := self._chat(chats, what)):
             return _Rows(columns.only_conversations(raw, chat, split), conversations=True)
         text = columns.choose_column(
-            self.config.text_column or source.text_column, columns.TEXT_NAMES, raw, "text_column", what
+            self.config.text_column or source.text_column, columns.TEXT_NAMES, raw.features, "text_column", what
         )
         texts = self._clean(columns.only_text(raw, text, split), split, source.is_prose)
         blank = columns.blank_rows(texts)
@@ -179,11 +177,11 @@ class DataConnector:
                 "use --task causal_lm or masked_lm, or data with labels",
             )
         label = columns.choose_column(
-            self.config.label_column or source.label_column, columns.LABEL_NAMES, raw, "label_column", what
+            self.config.label_column or source.label_column, columns.LABEL_NAMES, raw.features, "label_column", what
         )
         labels = columns.Labels(raw, label, split)
         if split == "train" and labels.names is None:
-            label_check.check_classes(raw.rows, text, label, list(labels.counts), what)
+            label_check.check_classes(raw, text, label, list(labels.counts), what)
         return _Rows(texts, labels)
 
     def _stream(self, source: sources.Source, chosen: dict[str, str], notes: list[str]) -> Shards:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 COLUMNS = ("messages", "conversations")
-"""Columns of conversations that are trained on; see also :data:`course_lib.data.arrow_types.CHATS`."""
+"""Columns of conversations."""
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
@@ -54,15 +54,14 @@ class Answered(NamedTuple):
 
 def holds_conversations(name: str, kind: pa.DataType) -> bool:
     """Whether a column is one of conversations, a list of objects in each row, by its name and Arrow type."""
-    return (
-        name.lower() in COLUMNS
-        and (types.is_list(kind) or types.is_large_list(kind))
-        and types.is_struct(kind.value_type)
-    )
+    is_list = types.is_list(kind) or types.is_large_list(kind)
+    return name.lower() in COLUMNS and (isinstance(kind, pa.JsonType) or (is_list and types.is_struct(kind.value_type)))
 
 
 def as_json(values: pa.Array) -> pa.Array:
     """Conversations as JSON text; nothing stays nothing."""
+    if isinstance(values.type, pa.JsonType):
+        return values.storage
     return pa.array(
         [None if value is None else json.dumps(value, ensure_ascii=False) for value in values.to_pylist()], pa.string()
     )

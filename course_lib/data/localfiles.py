@@ -1,206 +1,234 @@
-"""Reads local files, compressed or not, into the cache: CSV, TSV, JSON, JSON lines, Parquet, Arrow, plain text."""
+"""Reads local files, compressed or not, as Arrow columns: CSV, TSV, JSON, JSON lines, Parquet, Arrow, plain text.
 
+``datasets`` reads Parquet by Arrow's scanner, which runs ahead of who takes its rows, as far as the file is read faster
+than the cache is written: up to a gigabyte of them waits in memory. Here a batch is read when it is asked for.
+"""
+
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
+import datasets
 import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets.arrow_writer import ArrowWriter
+from huggingface_hub.utils import WeakFileLock
 
-from course_lib.data import json_rows, parquet
-from course_lib.data.arrow_types import way_out
-from course_lib.data.cache import RECORD_BYTES, RECORD_ROWS
-from course_lib.data.conversations import COLUMNS
-from course_lib.data.delimited import Ambiguous, Delimited, Rows, same_header
+from course_lib.data.cache import FORMAT, RECORD_BYTES, RECORD_ROWS, digest, folder, unwritable
 from course_lib.data.folders import BINARY, kind_of, reading
-from course_lib.data.plain_files import COMPRESSED, contents, read_lines, refuse_what_it_is
-from course_lib.data.tables import Raw, Table, cached_table
+from course_lib.data.plain_files import Row, contents, read_rows, refuse_pointer
 from course_lib.errors import DataError
 
-T = TypeVar("T")
+TYPES = {str: "string", bool: "bool", int: "int64", float: "float64", type(None): "null"}
+"""Types of columns of text files, by those of their values in Python."""
+
+PLAIN = {pa.string_view(): pa.string(), pa.float16(): pa.float32()}
+"""Types of Arrow that most of its functions do not take, as ones that they do."""
+
+BITS = 63
+"""Whole numbers of more than these are no int64."""
+
+BATCH_BYTES = 1 << 22
+"""At most, of a batch of Parquet; and RECORD_ROWS rows."""
+
+BUFFER_BYTES = 1 << 20
+"""Of a column of Parquet, read at a time."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Form of local files of text, as the user gives it; None: as they show.
-
-    Attributes:
-        encoding: of text.
-        separator: of CSV, a name in :data:`course_lib.data.delimited.SEPARATORS`.
-        quoting: of CSV and TSV, a name in :data:`course_lib.data.delimited.QUOTINGS`.
-        chats: columns of conversations become JSON text; else they are refused.
-    """
+    """Form of local files of text, as the user gives it, see :func:`course_lib.data.plain_files.read_rows`."""
 
     encoding: str | None = None
     separator: str | None = None
     quoting: str | None = None
-    chats: bool = False
 
 
-def read_split(files: Sequence[Path], options: Options = Options()) -> Raw:
+def read_split(files: Sequence[Path], options: Options = Options()) -> datasets.Dataset:
     """The rows of files of one kind, memory-mapped from the cache; filed under the files' contents.
 
-    Of CSV and TSV every column is text. A blank line separates the examples of plain text where it has any; else each
-    line is one; both keep their line ends.
+    Columns of JSON that hold lists, objects or values of several types are ``datasets.Json``.
 
-    Args:
-        files: of one kind.
-        options: how they are read.
     Raises:
-        DataError: a file is empty, in another encoding, or cannot be read as its kind.
+        DataError: a file is empty, in another encoding, or cannot be read as its kind; or the cache cannot be written.
     """
-    kind, shown = kind_of(files[0]), str(files[0])
-    assert kind is not None
-    if kind in BINARY:
-        for file in files:
-            with file.open("rb") as opened:
-                refuse_what_it_is(file, opened.read(64), BINARY)
-    if kind in BINARY and (packed := next((file for file in files if file.suffix.lower() in COMPRESSED), None)):
-        raise DataError(f"{packed} is {kind} in another compression", "unpack it: such files are compressed within")
-    if len(files) > 1:
-        shown += f" (or one of {len(files) - 1} beside it)"
-    with reading(shown, kind):
-        parts = [kind, *map(contents, files)]
-        if kind not in BINARY:
-            parts += [str(options)]
-        elif options.chats:
-            parts += ["chats"]
-        return cached_table(parts, lambda: READERS[kind](files, options))
+    kind = str(kind_of(files[0]))
+    with reading(str(files[0]), kind):
+        parts = [kind, *map(contents, files), *([] if kind in BINARY else asdict(options).values())]
+    path = folder() / f"{digest(FORMAT, 'files', *parts)}.arrow"
+    with unwritable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(f"{path}.lock"):
+            if not path.exists():
+                _write(files, options, path)
+    return datasets.Dataset.from_file(str(path))
 
 
-def _of_parquet(files: Sequence[Path], options: Options) -> Table:
-    return parquet.table_of(files, options.chats)
-
-
-def _of_text(files: Sequence[Path], options: Options) -> Table:
-    paragraphs = any(has_gap(read_lines(file, options.encoding)) for file in files)
-
-    def batches() -> Iterator[Mapping[str, pa.Array]]:
-        rows = itertools.chain.from_iterable(texts(read_lines(file, options.encoding), paragraphs) for file in files)
-        for some in _in_batches(rows, len):
-            yield {"text": pa.array(some, pa.string())}
-
-    return Table({"text": pa.string()}, batches)
-
-
-def has_gap(lines: Iterator[str]) -> bool:
-    """Whether a blank line is between two others."""
-    begun = gap = False
-    for line in lines:
-        blank = not line.strip()
-        if gap and not blank:
-            return True
-        gap = begun and blank
-        begun |= not blank
-    return False
-
-
-def texts(lines: Iterator[str], paragraphs: bool) -> Iterator[str]:
-    """Lines or paragraphs with the line ends and blank lines that follow them: all together they are the file."""
-    text, gap = "", False
-    for line in lines:
-        blank = not line.strip()
-        if text.strip() and not blank and (gap or not paragraphs):
-            yield text
-            text = ""
-        text, gap = text + line, blank
-    if text:
-        yield text
-
-
-def _of_json(files: Sequence[Path], options: Options) -> Table:
-    columns = json_rows.Columns()
-    for file in files:
-        for row in json_rows.read_rows(file, options.encoding):
-            columns.add(row)
-    types = columns.types()
-    chats = [name for name, kind in types.items() if options.chats and name.lower() in COLUMNS and kind == "lists"]
-    types |= dict.fromkeys(chats, pa.string())
-    kept = {name: kind for name, kind in types.items() if isinstance(kind, pa.DataType)}
-
-    def batches() -> Iterator[Mapping[str, pa.Array]]:
-        for file in files:
-            begun = 0
-            for rows in _in_batches(json_rows.read_rows(file, options.encoding), lambda row: len(str(row))):
-                try:
-                    yield json_rows.arrays(rows, kept)
-                except UnicodeEncodeError:
-                    where = next(number for number, row in enumerate(rows) if _is_halved(row))
-                    raise DataError(
-                        f"{file} has half of a surrogate pair in row {begun + where} (from 0), which is no character",
-                        "mend that row, or leave it out",
-                    ) from None
-                begun += len(rows)
-
-    shapes = {"lists": pa.list_(pa.null()), "objects": pa.struct([])}
-    return Table(
-        types,
-        batches,
-        chats=chats,
-        way_out={
-            name: way_out(shapes[str(kind)], name) if str(kind) in shapes else "write all its values alike"
-            for name, kind in types.items()
-        },
-    )
-
-
-def _is_halved(row: json_rows.Row) -> bool:
+def _write(files: Sequence[Path], options: Options, path: Path) -> None:
+    """Write rows beside their place, and put them there when they are whole."""
+    features, beside = _common_features(files, options), path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        str({name: value for name, value in row.items() if isinstance(value, str)}).encode()
-        "".join(value for value in row.values() if isinstance(value, str)).encode()
-    except UnicodeEncodeError:
-        return True
-    return False
+        with ArrowWriter(features=features, path=str(beside), writer_batch_size=RECORD_ROWS) as writer:
+            for table in itertools.chain.from_iterable(_tables(file, features, options) for file in files):
+                writer.write_table(table)
+            if not writer.finalize()[0]:
+                raise DataError(f"{files[0]} has no rows", "give a file with at least one row")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
-def _of_delimited(files: Sequence[Path], options: Options, separator: str | None = None) -> Table:
-    delimited = [Delimited(file, options.encoding, separator or options.separator, options.quoting) for file in files]
-    names = same_header(delimited)
-    notes: list[str] = []
-
-    def batches() -> Iterator[Mapping[str, pa.Array]]:
-        for file in delimited:
-            rows = file.rows()
-            try:
-                for some in _in_batches(itertools.islice(rows, 1, None), lambda row: sum(map(len, row))):
-                    yield {
-                        name: pa.array(values, pa.string())
-                        for name, values in zip(names, zip(*some, strict=True), strict=True)
-                    }
-            except Ambiguous as error:
-                file.refuse(error)
-            if rows.spanning:
-                notes.append(_spanning(file.path, rows))
-
-    return Table(dict.fromkeys(names, pa.string()), batches, notes=notes)
+def _tables(file: Path, features: datasets.Features, options: Options) -> Iterator[pa.Table]:
+    """The rows of a file, some at a time."""
+    kind = str(kind_of(file))
+    with reading(str(file), kind):
+        if kind in BINARY:
+            yield from (pa.Table.from_batches([batch]) for batch in _batches(file))
+        else:
+            for rows in _in_batches(read_rows(file, kind, **asdict(options))):
+                yield _table(rows, features)
 
 
-def _spanning(path: Path, rows: Rows) -> str:
-    first, last = rows.first_spanning
-    return f"{path.name}: {rows.spanning} of its rows span lines, within quotes (the first: lines {first} to {last})"
-
-
-def _in_batches(rows: Iterator[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+def _in_batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
     """Rows some at a time, of about RECORD_BYTES."""
-    batch: list[T] = []
-    total = 0
+    batch, size = list[Row](), 0
     for row in rows:
         batch.append(row)
-        total += size(row)
-        if total >= RECORD_BYTES or len(batch) == RECORD_ROWS:
+        size += len(str(row))
+        if size >= RECORD_BYTES or len(batch) == RECORD_ROWS:
             yield batch
-            batch, total = [], 0
+            batch, size = [], 0
     if batch:
         yield batch
 
 
-READERS: Mapping[str, Callable[[Sequence[Path], Options], Table]] = {
-    "parquet": _of_parquet,
-    "arrow": _of_parquet,
-    "text": _of_text,
-    "json": _of_json,
-    "csv": _of_delimited,
-    "tsv": lambda files, options: _of_delimited(files, options, "tab"),
-}
-"""What reads files, by their kind."""
+def _table(rows: Sequence[Row], features: datasets.Features) -> pa.Table:
+    columns = {}
+    for name, feature in features.items():
+        values = [row.get(name) for row in rows]
+        if isinstance(feature, datasets.Json):
+            values = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+        columns[name] = pa.array(values, pa.string() if isinstance(feature, datasets.Json) else feature.pa_type)
+    return pa.table(columns)
+
+
+def _common_features(files: Sequence[Path], options: Options) -> datasets.Features:
+    """The columns of all files of a split.
+
+    Raises:
+        DataError: a file has others.
+    """
+    kind, per_file = str(kind_of(files[0])), list[datasets.Features]()
+    for file in files:
+        features = features_of(file, options, None if kind == "json" else 1)
+        first = per_file[0] if per_file else features
+        if kind != "json" and list(features) != list(first):
+            raise DataError(
+                f"{file} has the columns {', '.join(features)}, and {files[0].name} {', '.join(first)}",
+                "give all files of a split the same columns",
+            )
+        if _class_names(features) != _class_names(first):
+            raise DataError(
+                f"{file} names its classes otherwise than {files[0].name}",
+                "write all files of a split anew, as one data set",
+            )
+        per_file.append(features)
+    with reading(f"{files[0]} (or one of {len(files) - 1} beside it)" if files[1:] else str(files[0]), kind):
+        schema = pa.unify_schemas([features.arrow_schema for features in per_file], promote_options="permissive")
+        return datasets.Features.from_arrow_schema(schema.with_metadata(per_file[0].arrow_schema.metadata))
+
+
+def _class_names(features: datasets.Features) -> dict[str, list[str]]:
+    """Names of the classes of columns that ``datasets`` wrote as numbers with names."""
+    return {name: feature.names for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)}
+
+
+def features_of(file: Path, options: Options, count: int | None = None) -> datasets.Features:
+    """The columns of a file; of one of text, as wide as the values of its first rows, or of all.
+
+    Raises:
+        DataError: it has none, or one twice.
+    """
+    kind, held = str(kind_of(file)), dict[str, set[type]]()
+    with reading(str(file), kind):
+        refuse_pointer(file)
+        if kind in BINARY:
+            with _opened(file) as (schema, _):
+                if repeated := next((name for name in schema.names if schema.names.count(name) > 1), None):
+                    raise DataError(f"{file} has two columns `{repeated}`", "rename one of them")
+                plain = [field.with_type(PLAIN.get(field.type, field.type)) for field in schema]
+                return datasets.Features.from_arrow_schema(pa.schema(plain, schema.metadata))
+        for row in itertools.islice(read_rows(file, kind, **asdict(options)), count):
+            for name, value in row.items():
+                is_too_long = type(value) is int and value.bit_length() > BITS
+                held.setdefault(name, set()).add(object if is_too_long else type(value))
+    if not held:
+        raise DataError(f"{file} has no rows", "give a file with at least one row")
+    return datasets.Features({name: _feature(types) for name, types in held.items()})
+
+
+def _feature(types: set[type]) -> datasets.Value | datasets.Json:
+    types = types - {type(None)} or types
+    kind = float if types == {int, float} else next(iter(types)) if len(types) == 1 else object
+    return datasets.Value(TYPES[kind]) if kind in TYPES else datasets.Json()
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[tuple[pa.Schema, Any]]:
+    """A Parquet file, or an Arrow file in either of its two forms: its columns and its reader."""
+    if kind_of(file) == "parquet":
+        with pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as reader:
+            yield reader.schema_arrow, reader
+        return
+    with pa.memory_map(str(file)) as source:
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        with pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source) as reader:
+            yield (
+                reader.schema,
+                (reader.get_batch(number) for number in range(reader.num_record_batches)) if is_file else reader,
+            )
+
+
+def _batches(file: Path, columns: Sequence[str] | None = None, start: int = 0) -> Iterator[pa.RecordBatch]:
+    """The rows of a Parquet or Arrow file from one on, some columns alone; groups of rows before it are not read."""
+    with _opened(file) as (schema, reader):
+        batches: Iterable[pa.RecordBatch]
+        if isinstance(reader, pq.ParquetFile):
+            groups = [reader.metadata.row_group(number) for number in range(reader.num_row_groups)]
+            first = 0
+            while first < len(groups) and groups[first].num_rows <= start:
+                start -= groups[first].num_rows
+                first += 1
+            bytes_of_a_row = sum(group.total_byte_size for group in groups) / max(1, reader.metadata.num_rows)
+            rows = max(1, min(RECORD_ROWS, int(BATCH_BYTES / max(bytes_of_a_row, 1))))
+            batches = reader.iter_batches(rows, row_groups=list(range(first, len(groups))), columns=columns)
+        else:
+            pieces = (batch.slice(at, RECORD_ROWS) for batch in reader for at in range(0, len(batch), RECORD_ROWS))
+            batches = (piece.select(columns or schema.names) for piece in pieces)
+        for batch in batches:
+            if len(batch) > start:
+                batch.validate(full=True)  # a damaged file may hold indices and offsets that end the process
+                yield batch.slice(start)
+            start = max(0, start - len(batch))
+
+
+def values_of(file: Path, column: str, options: Options, start: int = 0) -> Iterator[Any]:
+    """One column of a file from a row on, read as it is asked for.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    kind = str(kind_of(file))
+    with reading(str(file), kind):
+        if kind in BINARY:
+            for batch in _batches(file, [column], start):
+                yield from batch.column(0).to_pylist()
+        else:
+            for row in itertools.islice(read_rows(file, kind, **asdict(options)), start, None):
+                yield row.get(column)

@@ -1,20 +1,31 @@
-"""Opens files of text, compressed or not and in any encoding, as lines; says what a file is that is none."""
+"""Files of text, compressed or not and in any encoding, as lines and as rows: CSV, TSV, JSON, plain text."""
 
 import bz2
 import codecs
+import csv
 import gzip
 import hashlib
+import io
+import itertools
+import json
 import lzma
-import re
-import unicodedata
-import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any
 
 import pyarrow as pa
 
 from course_lib.errors import DataError, nearest
+
+Row = dict[str, Any]
+
+OPENERS: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": lambda path: pa.CompressedInputStream(str(path), "zstd"),
+}
+"""What opens compressed files, by their last suffix; the one before says what is in them."""
 
 MARKS = {
     codecs.BOM_UTF32_LE: "utf-32",
@@ -24,39 +35,24 @@ MARKS = {
 }
 """Byte-order marks that files begin with; UTF-32's first, as UTF-16's is the beginning of one of them."""
 
-ASIAN = ("shift_jis", "euc_jp", "gb18030", "big5", "cp949", "euc_kr", "johab")
-"""Encodings of several bytes per character, which are taken for one another where there are few of them."""
+SEPARATORS = {",": ",", ";": ";", "|": "|", "tab": "\t"}
+"""What separates the columns, by the name that ``--separator`` gives it."""
 
-ASCII_LETTER, BEYOND_ASCII = re.compile(rb"[A-Za-z]"), re.compile(rb"[\x80-\xff]")
-"""Bytes of which Latin text has many and few."""
-
-PIECE = 1 << 20
-"""Bytes of a file that are read at a time."""
-
-SAMPLE = 100_000
-"""Bytes that are looked at to tell an encoding."""
-
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
-"""Suffixes of compressed files, after the one that says what is in them."""
-
-NO_TEXT = {
-    b"PAR1": "Parquet",
-    b"ARROW1": "Arrow",
-    b"SQLite format 3": "an SQLite database",
-    b"%PDF": "PDF",
-    b"version https://git-lfs": "a Git LFS pointer, not the data: run `git lfs pull` where it was cloned",
-    **dict.fromkeys((b"<!DOCTYPE html", b"<!doctype html", b"<html"), "a web page, perhaps an error that was saved"),
-    b"\x80\x04\x95": "a Python pickle",
-    b"\x89HDF": "HDF5",
-    b"\x89PNG": "a picture",
-    b"\xff\xd8\xff": "a picture",
-    b"\xd0\xcf\x11\xe0": "an old Excel file",
-    b"\x93NUMPY": "a NumPy array",
-    b"Obj\x01": "Avro",
+QUOTINGS: dict[str | None, dict[str, Any]] = {
+    None: {},
+    "minimal": {},
+    "none": {"quoting": csv.QUOTE_NONE},
+    "escaped": {"escapechar": "\\"},
 }
-"""What a file is that begins with some bytes, where that is no text."""
+"""Options of Python's csv reader, by the name that ``--quoting`` gives them."""
 
-LINE = re.compile(r"[^\r\n]*(?:\r\n?|\n)")
+HEADERS = 100
+"""Rows of a CSV file that have to agree on its columns."""
+
+LOOKED_AT = 10_000
+"""Lines of plain text, among which a blank one separates paragraphs."""
+
+csv.field_size_limit(1 << 26)  # characters; beyond it a quote that opens a text is taken for a mistake
 
 
 def contents(path: Path) -> str:
@@ -65,192 +61,197 @@ def contents(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def inner_name(path: Path) -> str:
-    """A file's name without the suffix of its compression; for a zip archive that of the one file in it.
-
-    Raises:
-        DataError: a zip archive of none or of several files, or damaged.
-    """
-    if path.suffix.lower() != ".zip":
-        return path.stem if path.suffix.lower() in COMPRESSED else path.name
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return Path(_member(archive, path).filename).name
-    except (zipfile.BadZipFile, NotImplementedError) as error:
-        raise DataError(f"{path} is no zip archive ({error})", "copy or download it again") from None
-
-
-def _member(archive: zipfile.ZipFile, path: Path) -> zipfile.ZipInfo:
-    members = [one for one in archive.infolist() if not one.is_dir() and not one.filename.startswith("__MACOSX/")]
-    if len(members) != 1:
-        raise DataError(f"{path} holds {len(members)} files", "unzip it into a folder, and give that, or a file of it")
-    return members[0]
-
-
-def open_plain(path: Path) -> BinaryIO:
-    """The bytes of a file, decompressed where its first ones say that it is compressed."""
-    with path.open("rb") as file:
-        head = file.read(8)
-    if head.startswith(b"\x1f\x8b"):
-        return cast(BinaryIO, gzip.open(path))
-    if head.startswith(b"BZh"):
-        return cast(BinaryIO, bz2.open(path))
-    if head.startswith(b"\xfd7zXZ"):
-        return cast(BinaryIO, lzma.open(path))
-    if head.startswith(b"\x28\xb5\x2f\xfd"):
-        return cast(BinaryIO, pa.CompressedInputStream(str(path), "zstd"))
-    if head.startswith(b"PK\x03\x04") and path.suffix.lower() == ".zip":
-        archive = zipfile.ZipFile(path)
-        return cast(BinaryIO, archive.open(_member(archive, path)))
-    return path.open("rb")
-
-
-def read_lines(path: Path, wanted: str | None = None) -> Iterator[str]:
+def read_lines(path: Path, encoding: str | None = None) -> Iterator[str]:
     """The lines of a text file with their ends, which are ``\\n``, ``\\r\\n`` or ``\\r``; without a byte-order mark.
 
     Args:
         path: of the file, which may be compressed.
-        wanted: its encoding, as the user names it; default: what its byte-order mark says, else UTF-8.
+        encoding: as the user names it; default: what its byte-order mark says, else UTF-8.
     Raises:
-        DataError: it is empty or no text, there is no such encoding, or the file is not in it.
+        DataError: there is no such encoding, or the file is not in it.
     """
-    waiting: list[str] = []  # of a line that goes on
-    for piece in _decoded(path, wanted):
-        waiting.append(piece)
-        if "\n" not in piece and "\r" not in piece and not waiting[0].endswith("\r"):
-            continue
-        rest, end = "".join(waiting), 0
-        for line in LINE.finditer(rest):
-            if line.end() == len(rest) and rest.endswith("\r"):
-                break  # the other half of the line's end may be in the next piece
-            yield line[0]
-            end = line.end()
-        waiting = [rest[end:]]
-    if rest := "".join(waiting):
-        yield rest
-
-
-def _decoded(path: Path, wanted: str | None) -> Iterator[str]:
-    """The text of a file in pieces, for files that are larger than memory."""
+    opener = OPENERS.get(path.suffix.lower(), lambda path: path.open("rb"))
+    with opener(path) as file:
+        head = file.read(4)
+    used = encoding or next((name for mark, name in MARKS.items() if head.startswith(mark)), "utf-8-sig")
     try:
-        with open_plain(path) as file:
-            piece = file.read(PIECE)
-            refuse_what_it_is(path, piece)
-            encoding = wanted or by_mark(piece) or "utf-8"
-            "".encode(encoding)  # no text is written in base64 and the like
-            decoder, begun = codecs.getincrementaldecoder(encoding)(), 0
-            while True:
-                kept = len(decoder.getstate()[0])
-                try:
-                    text = decoder.decode(piece, final=not piece)
-                except UnicodeDecodeError as error:
-                    error.start += begun - kept
-                    raise
-                yield text.removeprefix("\ufeff") if not begun else text
-                if not piece:
-                    return
-                begun += len(piece)
-                piece = file.read(PIECE)
+        with opener(path) as file, io.TextIOWrapper(file, used, newline="") as text:
+            yield from text
     except LookupError:
-        raise DataError(
-            f"there is no encoding `{wanted}`",
-            nearest(str(wanted), ("utf-8", "utf-16", "cp1252", "latin-1", "cp1250", "cp1251")),
-        ) from None
-    except UnicodeDecodeError as error:
-        if wanted or encoding != "utf-8":
-            raise DataError(f"{path} is not {encoding} (byte {error.start})", "name another with --encoding") from None
-        raise DataError(f"{path} is not UTF-8 (byte {error.start})", how_to_read(path, error.start)) from None
-    except UnicodeError as error:  # UTF-16 without a mark says so
-        raise DataError(f"{path} is not {encoding} ({error})", "name another with --encoding") from None
+        known = ("utf-8", "utf-16", "cp1252", "latin-1", "cp1250", "cp1251")
+        raise DataError(f"there is no encoding `{encoding}`", nearest(used, known)) from None
+    except UnicodeError as error:
+        if used != "utf-8-sig":
+            raise DataError(f"{path} is not {used} ({error})", "name another with --encoding") from None
+        raise DataError(f"{path} is not UTF-8", _how_to_read(error)) from None
 
 
-def refuse_what_it_is(path: Path, head: bytes, known: Sequence[str] = ()) -> None:
-    """Say what a file is that is no text, by its first bytes.
+def refuse_pointer(path: Path) -> None:
+    """Refuse what a clone of a repository holds in place of a large file.
 
-    Args:
-        path: for the error.
-        head: of its bytes.
-        known: kinds that are expected, in small letters.
     Raises:
-        DataError: it is one, or it is empty.
+        DataError: it is that.
     """
-    if not head:
-        raise DataError(f"{path} is empty", "give a file with at least one row")
-    if head.startswith(b"PK\x03\x04"):
-        what = "a spreadsheet or another zip archive"
-    else:
-        what = next((what for start, what in NO_TEXT.items() if head.startswith(start)), "")
-    if what and what.lower() not in known:
-        raise DataError(
-            f"{path} is {what.partition(': ')[0]}",
-            what.partition(": ")[2] or "name it by its own suffix, or save it as CSV, JSON or Parquet",
-        )
+    with path.open("rb") as file:
+        head = file.read(64)
+    if head.startswith(b"version https://git-lfs"):
+        raise DataError(f"{path} is a Git LFS pointer, not the data", "run `git lfs pull` where it was cloned")
 
 
-def by_mark(head: bytes) -> str | None:
-    """The encoding that the first bytes of a file declare, or show by their zeros; None for none."""
-    for mark, encoding in MARKS.items():
-        if head.startswith(mark):
-            return encoding
-    for start, encoding in ((1, "utf-16-le"), (0, "utf-16-be")):  # letters of Latin text, two bytes each
-        high = head[start:1000:2]
-        if len(high) > 3 and high.count(0) > 0.9 * len(high):
-            return encoding
-    return None
+def _how_to_read(error: UnicodeError) -> str:
+    """Way out for text that is not UTF-8: encodings that it may be in, and what stands there in each.
 
-
-def how_to_read(path: Path, offset: int) -> str:
-    """Way out for a file that is not UTF-8: the encodings that it may be in, with a word of it as each has it.
-
-    No program can tell Western from Central European text for sure; whoever knows the language sees it by one word.
-
-    Args:
-        path: the file.
-        offset: its first byte that is not UTF-8.
+    No program can tell Western from Central European text for sure; whoever knows the language sees it.
     """
     from charset_normalizer import from_bytes
 
-    with open_plain(path) as file:
-        for _ in range(max(0, offset - SAMPLE // 2) // PIECE):
-            file.read(PIECE)
-        head = file.read(max(0, offset - SAMPLE // 2) % PIECE + SAMPLE)[-SAMPLE:]
-    best = from_bytes(head).best()
-    names = [codecs.lookup(best.encoding).name] if best else []
-    is_sparse = len(ASCII_LETTER.findall(head)) > 2 * len(BEYOND_ASCII.findall(head))
-    if best and best.encoding in ASIAN and not is_sparse:
-        names += [name for name in ASIAN if _as(head, name) is not None]
-    western = _as(head, "cp1252")
-    if western is not None and (best is None or is_sparse or _is_latin(str(best))):
-        # Symbols within words are letters of another page of codes.
-        likely = not re.search(r"[a-zß-ÿ][¡-¿×÷][a-zß-ÿ]", western)
-        names = ["cp1252", *names] if likely else [*names, "cp1252"]
-    words = {name: _first_word(head, name) for name in dict.fromkeys(names)}
-    readings = {word: name for name, word in reversed(words.items()) if word}  # alike: the first name
-    if not readings:
-        return "save it as UTF-8, or name its encoding with --encoding"
-    ways = [(name, word) for word, name in reversed(readings.items())]
-    shown = ", ".join(f"`{word}` as {name}" for name, word in ways)
-    which = "that word is right" if len(ways) == 1 else "the word is right"
-    return f"it has {shown}; if {which}, give --encoding {' or '.join(name for name, _ in ways)}"
+    assert isinstance(error, UnicodeDecodeError)
+    best = from_bytes(error.object).best()
+    there = error.object[max(0, error.start - 10) : error.start + 10]
+    names = dict.fromkeys(["cp1252", *([best.encoding] if best else [])])
+    shown = " or ".join(f"{name} (it has `{' '.join(there.decode(name, 'replace').split())}`)" for name in names)
+    return f"give --encoding {shown}"
 
 
-def _as(head: bytes, encoding: str) -> str | None:
-    """The beginning of a text; None where it is in another encoding. Its last character may be cut off."""
+def read_rows(
+    path: Path, kind: str, encoding: str | None = None, separator: str | None = None, quoting: str | None = None
+) -> Iterator[Row]:
+    """The rows of a file, by column; one line, or a batch of them, is held at a time.
+
+    Of CSV and TSV every value is text. A blank line separates the examples of plain text where the first lines have
+    any; else each line is one; both keep their line ends. A JSON file that has not an object on each line is held
+    whole.
+
+    Args:
+        path: of the file.
+        kind: `csv`, `tsv`, `json` or `text`.
+        encoding: see :func:`read_lines`.
+        separator: of CSV, a name in :data:`SEPARATORS`; default: the one that is held.
+        quoting: of CSV and TSV, a name in :data:`QUOTINGS`.
+    Raises:
+        DataError: a line or a row is something else; it is named.
+    """
+    if kind == "text":
+        paragraphs = has_gap(itertools.islice(read_lines(path, encoding), LOOKED_AT))
+        return ({"text": text} for text in texts(read_lines(path, encoding), paragraphs))
+    if kind == "json":
+        return _of_json(path, encoding)
+    return _of_delimited(path, encoding, "tab" if kind == "tsv" else separator, quoting)
+
+
+def has_gap(lines: Iterable[str]) -> bool:
+    """Whether a blank line is between two others."""
+    begun = gap = False
+    for line in lines:
+        blank = not line.strip()
+        if gap and not blank:
+            return True
+        gap = begun and blank
+        begun |= not blank
+    return False
+
+
+def texts(lines: Iterable[str], paragraphs: bool) -> Iterator[str]:
+    """Lines or paragraphs with the line ends and blank lines that follow them: all together they are the file."""
+    text, gap = "", False
+    for line in lines:
+        blank = not line.strip()
+        if text.strip() and not blank and (gap or not paragraphs):
+            yield text
+            text = ""
+        text, gap = text + line, blank
+    if text:
+        yield text
+
+
+def _of_delimited(path: Path, encoding: str | None, separator: str | None, quoting: str | None) -> Iterator[Row]:
+    """The rows of a CSV or TSV file, strictly: each has as many fields as the header."""
+    mark = SEPARATORS[separator] if separator else _separator(path, encoding, quoting)
+    reader = csv.reader(read_lines(path, encoding), delimiter=mark, strict=True, **QUOTINGS[quoting])
     try:
-        return codecs.getincrementaldecoder(encoding)().decode(head)
-    except UnicodeDecodeError:
-        return None
+        rows = (row for row in reader if row)
+        names = [name.strip() or f"column {number}" for number, name in enumerate(next(rows, []), start=1)]
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise DataError(f"{path} has two columns `{repeated}`", "rename one of them")
+        for row in rows:
+            if len(row) != len(names):
+                raise DataError(
+                    f"{path}, line {reader.line_num}: it has {len(row)} field{'s' * (len(row) != 1)}, "
+                    f"and the header {len(names)}",
+                    "mend that line: texts with separators, quotes or line breaks stand in quotes, and a quote within "
+                    "is doubled; above the header stands nothing",
+                )
+            yield dict(zip(names, row, strict=True))
+    except csv.Error as error:
+        raise DataError(
+            f"{path}, line {reader.line_num}: its quotes cannot be read ({error})",
+            "mend that line, or say what quotes mean: --quoting none, they are characters of the texts; --quoting "
+            'escaped, \\" is a quote within a text in quotes',
+        ) from None
 
 
-def _is_latin(text: str) -> bool:
-    """Whether the letters beyond ASCII are mostly of the Latin alphabet, or there are none."""
-    letters = [letter for letter in text if letter > "\x7f" and letter.isalpha()]
-    latin = sum(unicodedata.name(letter, "").startswith(("LATIN", "FEMININE", "MASCULINE")) for letter in letters)
-    return latin >= len(letters) / 2
+def _separator(path: Path, encoding: str | None, quoting: str | None) -> str:
+    """What separates the columns: the one by which all the first rows have as many as the header.
+
+    `csv.Sniffer` counts characters, those within quoted texts too, and so takes letters of the texts for separators;
+    here each candidate has to read the rows. Where none reads all of them, the one that gives the header most columns
+    is taken, for the reader to say which row is wrong. A file of one column has a comma.
+    """
+    widths = dict[str, list[int]]()
+    for name, separator in SEPARATORS.items():
+        reader = csv.reader(read_lines(path, encoding), delimiter=separator, **QUOTINGS[quoting])
+        widths[name] = [len(row) for row in itertools.islice((row for row in reader if row), HEADERS)] or [1]
+    several = {name: counts for name, counts in widths.items() if counts[0] > 1}
+    fitting = [name for name, counts in several.items() if len(set(counts)) == 1]
+    if len(fitting) > 1:
+        could = " or by ".join(f"`{name}`" for name in fitting)
+        raise DataError(f"{path} could be separated by {could}", "say by which with --separator")
+    return SEPARATORS[fitting[0] if fitting else max(several, key=lambda name: several[name][0], default=",")]
 
 
-def _first_word(head: bytes, encoding: str) -> str:
-    """The first word that is not ASCII, as an encoding has it."""
-    text = _as(head, encoding) or head.decode(encoding, "ignore")
-    word = re.search(r"[^\W\d_]*[^\W\d_\x00-\x7f][^\W\d_]*", text) or re.search(r"\S*[^\s\x00-\x7f]\S*", text)
-    return word[0][:30] if word else ""
+def _of_json(path: Path, encoding: str | None) -> Iterator[Row]:
+    """The rows of an object per line; or of one document, a list of objects, columns, or a table within an object."""
+    lines = ((number, line) for number, line in enumerate(read_lines(path, encoding), start=1) if line.strip())
+    first, second = next(lines, None), next(lines, None)
+    if first is None:
+        return
+    if _is_object(first[1]) and (second is not None or {".jsonl", ".ndjson"} & {*path.suffixes}):
+        for number, line in itertools.chain([first], [second] if second else [], lines):
+            try:
+                value = json.loads(line)
+            except ValueError as error:
+                raise DataError(
+                    f"{path}, line {number}: it is no JSON ({error})", "give one object per line, or mend that line"
+                ) from None
+            yield _checked(path, f"line {number}", value)
+        return
+    try:
+        value = json.loads("".join(read_lines(path, encoding)))
+    except ValueError as error:
+        raise DataError(f"{path} is no JSON ({error})", "give one object per line, or a list of objects") from None
+    for number, row in enumerate(_table(value) if isinstance(value, dict) else value):
+        yield _checked(path, f"row {number} (from 0)", row)
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _checked(path: Path, where: str, value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{path}, {where}: it is a {type(value).__name__}, not an object",
+            'give one object per row, such as {"text": "…", "label": "…"}',
+        )
+    return value
+
+
+def _table(value: dict[str, Any]) -> list[Row]:
+    """The rows of an object: those of the one list of objects in it, or of its columns, as pandas writes them."""
+    import pandas as pd
+
+    tables = [rows for rows in value.values() if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
+    return tables[0] if len(tables) == 1 else pd.DataFrame(value).to_dict("records")

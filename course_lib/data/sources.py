@@ -1,13 +1,11 @@
 """Finds where a data set is: bundled, this machine's Python, a local file or folder, or the Hub."""
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import datasets
-from datasets.utils import logging
 from huggingface_hub import DatasetInfo, HfApi, constants
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -22,7 +20,6 @@ from course_lib.config.learning import OFFLINE_NAMES
 from course_lib.data import bundled, folders, localfiles
 from course_lib.data.cache import progress_bars
 from course_lib.data.pydocs import load_pydocs
-from course_lib.data.tables import Raw
 from course_lib.errors import DataError, near, nearest
 from course_lib.system import hub_reachable
 
@@ -57,7 +54,7 @@ class Source:
     """One line: where it is from, its licence or citation."""
     splits: Collection[str]
     """Its splits by their own names."""
-    read: Callable[[str], Raw]
+    read: Callable[[str], datasets.Dataset]
     """Reads one of them."""
     text_column: str | None = None
     label_column: str | None = None
@@ -86,13 +83,10 @@ def find(config: DataConfig) -> Source:
     if path.exists():
         return _local(config, path)
     if folders.looks_local(name):
-        beside = [str(entry) for entry in path.parent.glob("*") if entry.is_dir() or folders.kind_of_name(entry)]
-        close = near(path.name, [Path(entry).name for entry in beside])
+        close = near(path.name, [entry.name for entry in path.parent.glob("*")])
         raise DataError(
             f"no file or folder {name}",
-            nearest(str(path), [str(path.parent / entry) for entry in close])
-            if close
-            else f"{path.parent} has no file of a name like it",
+            f"did you mean `{path.parent / close[0]}`?" if close else f"{path.parent} has no file of a name like it",
         )
     _refuse_meaningless(config)
     return _hub(name, config.dataset_config)
@@ -104,12 +98,10 @@ def _local(config: DataConfig, path: Path) -> Source:
     if folders.is_saved(path):
         _refuse_meaningless(config)
         saved = folders.load_saved(path)
-        return Source(path.resolve().name, described, saved, lambda split: Raw(saved[split]))
+        return Source(path.resolve().name, described, saved, lambda split: saved[split])
     files = folders.find_splits(path, config.dataset_config)
     _refuse_meaningless(config, {folders.kind_of(file) or "" for part in files.values() for file in part})
-    if config.task == "classification":
-        folders.refuse_folders_of_classes(path, files)
-    options = localfiles.Options(config.encoding, config.separator, config.quoting, chats=config.task == "causal_lm")
+    options = localfiles.Options(config.encoding, config.separator, config.quoting)
     return Source(
         path.resolve().name, described, files, lambda split: localfiles.read_split(files[split], options), files=files
     )
@@ -134,7 +126,7 @@ def _tweets() -> Source:
         "tweets",
         f"bundled tweets; {about['source']}; {about['licence']}; {about['citation']}",
         splits,
-        lambda split: Raw(splits[split]),
+        lambda split: splits[split],
         "text",
         "label",
         is_prose=True,
@@ -150,7 +142,7 @@ def _pydocs(config: DataConfig) -> Source:
         "pydocs",
         f"documentation of Python {platform.python_version()} on this machine; PSF licence",
         ("train",),
-        lambda split: Raw(load_pydocs()),
+        lambda split: load_pydocs(),
         "text",
         is_prose=True,
     )
@@ -182,13 +174,10 @@ def _hub(name: str, configuration: str | None) -> Source:
                 f"and the Hub cannot be reached ({problem})",
                 f"{_near(plain)}{offline}",
             ) from error
-        listed = re.search(r"\[.*\]", str(error))
-        if "onfig" in str(error) and listed:
-            raise DataError(
-                f"data set `{name}` has the configurations {listed[0]}", "choose one with --dataset_config"
-            ) from error
-        raise DataError(
-            f"data set `{name}` cannot be loaded ({folders.first_line(error)})",
+        raise folders.unreadable(
+            f"data set `{name}`",
+            error,
+            f"data set `{name}` cannot be loaded",
             "give a data set of CSV, JSON or Parquet files, or a local copy",
         ) from error
     facts = [f"{repository} {where}", known.citation if known else "", f"licence {licence}" if licence else ""]
@@ -196,7 +185,7 @@ def _hub(name: str, configuration: str | None) -> Source:
         plain,
         "; ".join(filter(None, facts)),
         splits,
-        lambda split: Raw(splits[split]),
+        lambda split: splits[split],
         known.text if known else None,
         known.label if known else None,
     )
@@ -232,11 +221,10 @@ def _near(name: str) -> str:
 @contextmanager
 def _quiet(offline: bool) -> Iterator[None]:
     """No warnings of `datasets`; and offline, none of the half minute for which its client tries again."""
-    verbosity, was_offline = logging.get_verbosity(), datasets.config.HF_HUB_OFFLINE
-    logging.set_verbosity(logging.CRITICAL)
+    was_offline = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = offline or was_offline
     try:
-        yield
+        with folders.quiet():
+            yield
     finally:
         datasets.config.HF_HUB_OFFLINE = was_offline
-        logging.set_verbosity(verbosity)

@@ -9,7 +9,6 @@ import os
 import random
 import string
 import time
-import zipfile
 from pathlib import Path
 
 import datasets
@@ -96,7 +95,7 @@ VALUES = [
     "\ud83d",
     "\x00",
 ]
-SUFFIXES = [".csv", ".tsv", ".json", ".jsonl", ".txt", ".parquet", ".arrow", ".zip"]
+SUFFIXES = [".csv", ".tsv", ".json", ".jsonl", ".txt", ".parquet", ".arrow"]
 PACKERS = {
     "": bytes,
     ".gz": gzip.compress,
@@ -218,14 +217,6 @@ def make(seed, folder):
     suffix = draw.choice(SUFFIXES)
     if suffix in (".parquet", ".arrow"):
         content = columnar(draw, suffix == ".parquet")
-    elif suffix == ".zip":
-        out = io.BytesIO()
-        with zipfile.ZipFile(out, "w") as archive:
-            for number in range(draw.choice([0, 1, 1, 1, 2])):
-                archive.writestr(
-                    f"rows{number}{draw.choice(['.csv', '.json', '.png'])}", delimited(draw).encode("utf-8", "replace")
-                )
-        content = out.getvalue()
     else:
         text = draw.choice(
             [delimited, jsonlike, lambda draw: "\n".join(word(draw) for _ in range(20))]

@@ -240,7 +240,7 @@ def read_slowly(file, cache, by_datasets=False):
         mock.patch.object(ArrowWriter, "write_table", slow),
         mock.patch.object(datasets.config, "HF_DATASETS_CACHE", cache),
     ):
-        rows = datasets.Dataset.from_parquet(str(file)) if by_datasets else localfiles.read_split([file]).rows
+        rows = datasets.Dataset.from_parquet(str(file)) if by_datasets else localfiles.read_split([file])
     assert len(rows) == 10_000 and rows[-1]["text"].endswith("the last")
     return most[0]
 
