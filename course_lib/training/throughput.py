@@ -4,10 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 
-from course_lib.data.ordering import lengths_at
 from course_lib.errors import CourseError
 from course_lib.planning import hardware, models
 from course_lib.training.state import TrainState
@@ -41,14 +39,14 @@ class Throughput:
 
     def __init__(
         self,
-        lengths: Sequence[int] | pa.ChunkedArray,
+        lengths: Sequence[int] | np.ndarray,
         architecture: Any,
         task: str,
         device: torch.device,
         precision: str,
         adapters: bool = False,
     ):
-        self.lengths, self.adapters, self.streamed = lengths, adapters, list[torch.Tensor]()
+        self.lengths, self.adapters, self.streamed = np.asarray(lengths), adapters, list[torch.Tensor]()
         self.name, self.peak, self.note = peak_of(device, precision)
         self.model: models.Model | None = None
         try:
@@ -66,7 +64,7 @@ class Throughput:
 
     def count(self, state: TrainState, rows: np.ndarray) -> None:
         """Add the rows of a global batch, by number."""
-        lengths = lengths_at(self.lengths, rows)
+        lengths = self.lengths[rows].astype(np.int64)
         self.add(state, len(rows), int(lengths.sum()), float(np.square(lengths, dtype=np.float64).sum()))
 
     def add(self, state: TrainState, rows: int, tokens: int, squares: float) -> None:
