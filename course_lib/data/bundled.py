@@ -1,14 +1,13 @@
 """The tweets that ship with the course: 3,793 short texts, rated by people; see bundled/tweets.json."""
 
 import hashlib
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv
+import pandas as pd
 
 from course_lib.errors import DataError
 
@@ -42,16 +41,14 @@ def load_tweets(folder: Path = FOLDER) -> dict[str, datasets.Dataset]:
             "label": datasets.ClassLabel(names=list(LABEL_NAMES)),
         }
     )
-    rows = pa.csv.read_csv(pa.BufferReader(content), pa.csv.ReadOptions(use_threads=False))
-    labels = pc.index_in(rows["label"], pa.array(LABEL_NAMES)).cast(pa.int64())
-    rows = rows.set_column(rows.column_names.index("label"), "label", labels)
-    of_split = {split: rows.filter(pc.equal(rows["split"], split)).select(list(features)) for split in SPLITS}
+    frame = pd.read_csv(io.BytesIO(content), keep_default_na=False)
+    frame["label"] = frame["label"].map(LABEL_NAMES.index)
     return {
-        split: datasets.Dataset(
-            datasets.table.InMemoryTable(table.cast(features.arrow_schema)),
-            datasets.DatasetInfo(features=features),
-            datasets.NamedSplit(split),
-            fingerprint=f"{digest[:32]}-{split}",
+        split: datasets.Dataset.from_pandas(
+            frame.loc[frame["split"] == split, list(features)],
+            features=features,
+            split=datasets.NamedSplit(split),
+            preserve_index=False,
         )
-        for split, table in of_split.items()
+        for split in SPLITS
     }

@@ -76,14 +76,6 @@ class Classes:
                     f"class `{self.names[self.by_key[key]]}` is written in {len(spelt)} ways that mean the "
                     f"same ({others})"
                 )
-        by_fold: dict[str, list[str]] = {}
-        for key in rows:
-            by_fold.setdefault(key.casefold(), []).append(key)
-        notes += [
-            f"classes {_listed(alike, rows)} differ by upper and lower case alone"
-            for alike in by_fold.values()
-            if len(alike) > 1
-        ]
         if set(rows) not in CODES:
             notes += [
                 f"{rows[key]} training rows have the class `{key}`, which often stands for no label: leave them "
@@ -91,13 +83,6 @@ class Classes:
                 for key in rows
                 if key.lower() in SENTINELS
             ]
-        for mark in "|;,":
-            parts = {part.strip() for key in rows for part in key.split(mark)}
-            if 2 * sum(mark in key for key in rows) >= len(rows) and len(parts) < len(rows) + (len(rows) < 4):
-                notes.append(
-                    f"most classes have a `{mark}` in them, as `{next(key for key in rows if mark in key)}`: "
-                    "each combination is a class of its own; several labels per row are not read here"
-                )
         return notes
 
     def unseen(self, name: str) -> str:
@@ -120,7 +105,3 @@ def all_hidden(names: Iterable[str]) -> bool:
     """Whether all labels of a split are one that stands for none."""
     distinct = {visible(name).lower() for name in names}
     return len(distinct) == 1 and next(iter(distinct)) in SENTINELS
-
-
-def _listed(keys: Sequence[str], rows: Mapping[str, int]) -> str:
-    return " and ".join(f"`{key}` ({rows[key]} rows)" for key in keys)

@@ -151,9 +151,7 @@ class DataConnector:
         chats = () if self._classifies else columns.conversations(raw.features)
         if self.config.task == "causal_lm" and (chat := self._chat(chats, what)):
             return _Rows(columns.only_conversations(raw, chat, split), conversations=True)
-        text = columns.choose_column(
-            self.config.text_column or source.text_column, columns.TEXT_NAMES, raw.features, "text_column", what
-        )
+        text = columns.choose_column(self.config.text_column, columns.TEXT_NAMES, raw.features, "text_column", what)
         texts = self._clean(columns.only_text(raw, text, split), split, source.is_prose)
         blank = columns.blank_rows(texts)
         count = int(blank.sum())
@@ -174,9 +172,7 @@ class DataConnector:
                 f"{what} has no column but `{text}`, so no classes",
                 "use --task causal_lm or masked_lm, or data with labels",
             )
-        label = columns.choose_column(
-            self.config.label_column or source.label_column, columns.LABEL_NAMES, raw.features, "label_column", what
-        )
+        label = columns.choose_column(self.config.label_column, columns.LABEL_NAMES, raw.features, "label_column", what)
         labels = columns.Labels(raw, label, split)
         if split == "train" and labels.names is None:
             label_check.check_classes(raw, text, label, list(labels.counts), what)

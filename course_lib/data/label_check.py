@@ -1,7 +1,7 @@
 """Check that a column holds classes: refuses numbers to predict, free text, and swapped columns."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import datasets
 import pyarrow as pa
@@ -41,34 +41,26 @@ def check_classes(raw: datasets.Dataset, text: str, label: str, classes: Sequenc
     if kind is None:
         return
     others = [name for name in raw.column_names if name not in (text, label) and _holds_classes(raw, name)]
-    shown = ", ".join(f"`{_short(value)}`" for value in classes[:3])
+    shown = ", ".join(f"`{value[:20]}`" for value in classes[:3])
     problem = f"column `{label}` of {what} has {len(classes)} different values in {len(raw)} rows ({shown}, …): {kind}"
     if _holds_classes(raw, text):
         raise DataError(
             f"{problem}, and column `{text}` looks like the classes",
             f"are the two swapped? Give --text_column {label} --label_column {text}",
         )
-    raise DataError(
-        problem,
-        f"name a column of classes with --label_column: {' or '.join(others)} would do"
-        if others
-        else "name a column of classes with --label_column; no other column here would do",
-    )
+    would_do = f": {' or '.join(others)} would do" if others else "; no other column here would do"
+    raise DataError(problem, f"name a column of classes with --label_column{would_do}")
 
 
 def _not_classes(values: Sequence[str], rows: int) -> str | None:
     """What the different values of a column look like where they are no classes."""
     if rows < LEAST_ROWS or (len(values) <= FEW and len(values) <= rows / 2):
         return None
-    if _most(values, lambda value: FRACTION.fullmatch(value) is not None):
+    if 2 * sum(FRACTION.fullmatch(value) is not None for value in values) > len(values):
         return "numbers to predict, and regression is not here (classification, causal_lm, masked_lm)"
-    if _most(values, lambda value: len(value.split()) >= 4):
+    if 2 * sum(len(value.split()) >= 4 for value in values) > len(values):
         return "texts, not classes"
     return "nearly as many as rows, so no classes" if len(values) > rows / 2 else None
-
-
-def _most(values: Sequence[str], holds: Callable[[str], bool]) -> bool:
-    return sum(map(holds, values)) > len(values) / 2
 
 
 def _holds_classes(raw: datasets.Dataset, name: str) -> bool:
@@ -76,16 +68,7 @@ def _holds_classes(raw: datasets.Dataset, name: str) -> bool:
     rows = raw.select(range(min(LOOKED_AT, len(raw))))
     values = column(rows, name)
     kind = values.type
-    if not (
-        pa.types.is_string(kind)
-        or pa.types.is_large_string(kind)
-        or pa.types.is_integer(kind)
-        or pa.types.is_boolean(kind)
-    ):
+    if not (pa.types.is_string(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
         return False
     distinct = [str(value) for value in values.unique().to_pylist() if value is not None]
     return len(distinct) > 1 and _not_classes(distinct, len(rows)) is None
-
-
-def _short(value: str) -> str:
-    return value if len(value) <= 20 else value[:19] + "…"

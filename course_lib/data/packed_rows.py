@@ -4,24 +4,9 @@ import itertools
 from typing import Any
 
 import datasets
-import pyarrow as pa
 
-from course_lib.data.cache import cached_map, digest
+from course_lib.data.cache import cached_map, column, digest
 from course_lib.data.packing import best_fit
-
-PLAN = datasets.Features({"pieces": datasets.List(datasets.Value("int64"))})
-"""Columns of a packing: for each row the numbers of its pieces."""
-
-
-class _Plan:
-    """Packs once it has seen the length of every piece, batch by batch."""
-
-    def __init__(self, pieces: int, capacity: int):
-        self.pieces, self.capacity, self.lengths = pieces, capacity, list[int]()
-
-    def __call__(self, batch: pa.Table) -> dict[str, list[list[int]]]:
-        self.lengths += batch["length"].to_pylist()
-        return {"pieces": best_fit(self.lengths, self.capacity) if len(self.lengths) == self.pieces else []}
 
 
 def pack(pieces: datasets.Dataset, capacity: int, key: str, describe: str) -> datasets.Dataset:
@@ -35,21 +20,17 @@ def pack(pieces: datasets.Dataset, capacity: int, key: str, describe: str) -> da
     Returns:
         The columns of the pieces, joined, and `documents`, int32: the length of each piece in a row.
     """
-    plan = cached_map(
-        pieces.select_columns("length"),
-        _Plan(len(pieces), capacity),
-        key=digest("plan", key),
-        features=PLAN,
-        describe=describe,
-    )
+    plan = best_fit(column(pieces, "length").to_pylist(), capacity)
     by_token = pieces.remove_columns("length")
-
-    def joined(batch: pa.Table) -> dict[str, list[Any]]:
-        return join(batch["pieces"].to_pylist(), by_token)
 
     features = datasets.Features(pieces.features | {"documents": datasets.List(datasets.Value("int32"))})
     return cached_map(
-        plan, joined, key=digest("rows", key), features=features, describe=describe, row_bytes=8 * capacity
+        datasets.Dataset.from_dict({"pieces": plan}),
+        lambda batch: join(batch["pieces"].to_pylist(), by_token),
+        key=digest("rows", key),
+        features=features,
+        describe=describe,
+        row_bytes=8 * capacity,
     )
 
 

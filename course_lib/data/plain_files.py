@@ -165,7 +165,11 @@ def texts(lines: Iterable[str], paragraphs: bool) -> Iterator[str]:
 
 
 def _of_delimited(path: Path, encoding: str | None, separator: str | None, quoting: str | None) -> Iterator[Row]:
-    """The rows of a CSV or TSV file, strictly: each has as many fields as the header."""
+    """The rows of a CSV or TSV file, strictly: each has as many fields as the header.
+
+    In tab-separated files quotes are mostly characters of the texts; one that opens a text of several lines may have
+    swallowed rows, and has to be named.
+    """
     mark = SEPARATORS[separator] if separator else _separator(path, encoding, quoting)
     reader = csv.reader(read_lines(path, encoding), delimiter=mark, strict=True, **QUOTINGS[quoting])
     try:
@@ -174,6 +178,8 @@ def _of_delimited(path: Path, encoding: str | None, separator: str | None, quoti
         if repeated := next((name for name in names if names.count(name) > 1), None):
             raise DataError(f"{path} has two columns `{repeated}`", "rename one of them")
         for row in rows:
+            if mark == "\t" and quoting is None and any("\n" in field or "\r" in field for field in row):
+                raise csv.Error("a text in quotes begins in an earlier line")
             if len(row) != len(names):
                 raise DataError(
                     f"{path}, line {reader.line_num}: it has {len(row)} field{'s' * (len(row) != 1)}, "
@@ -185,8 +191,8 @@ def _of_delimited(path: Path, encoding: str | None, separator: str | None, quoti
     except csv.Error as error:
         raise DataError(
             f"{path}, line {reader.line_num}: its quotes cannot be read ({error})",
-            "mend that line, or say what quotes mean: --quoting none, they are characters of the texts; --quoting "
-            'escaped, \\" is a quote within a text in quotes',
+            "mend that line, or say what quotes mean: --quoting none, they are characters of the texts; minimal, they "
+            'enclose a text; escaped, and \\" is a quote within it',
         ) from None
 
 

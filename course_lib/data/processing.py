@@ -1,6 +1,5 @@
 """DataProcessor: from text to token ids, cached on disk, and to the collator that makes batches of them."""
 
-import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import pyarrow.compute as pc
 
 from course_lib.config import DataConfig
 from course_lib.data.cache import FORMAT, batches, cached_map, column, column_digest, digest, folder
-from course_lib.data.collating import IGNORE, Collator
+from course_lib.data.collating import Collator
 from course_lib.data.connector import TextData
 from course_lib.data.conversations import Chat, template
 from course_lib.data.packed_rows import pack
@@ -352,25 +351,11 @@ def as_torch(dataset: datasets.Dataset) -> datasets.Dataset:
     """A processed split for plain PyTorch or the Hugging Face Trainer: rows of int64 tensors.
 
     Columns `input_ids`, `attention_mask` (all ones: rows are not padded yet) and, for classification, `labels`. The
-    labels of language modelling are made by a collator: :class:`Collator`, or transformers'
-    DataCollatorForLanguageModeling.
-
-    Rows that texts share have `position_ids`, which begin anew at each text, in place of the mask: give them to a model
-    with ``config.use_cache = False``, one row or rows of one length, and texts see each other not. They and
-    conversations have `labels`.
+    labels of language modelling are made by a collator: :class:`Collator`, which also reads rows that texts share and
+    conversations, or transformers' DataCollatorForLanguageModeling.
     """
-    ids, names = dataset["input_ids"][:], set(dataset.column_names)
-    added = {"attention_mask": [[1] * len(row) for row in ids]}
-    if "documents" in names:
-        added = {"position_ids": [list(itertools.chain.from_iterable(map(range, row))) for row in dataset["documents"]]}
-    if names & {"documents", "answers"}:
-        counted = dataset["answers"] if "answers" in names else added["position_ids"]  # 0 at a text's first token
-        added["labels"] = [
-            [token if counts else IGNORE for token, counts in zip(*both, strict=True)]
-            for both in zip(ids, counted, strict=True)
-        ]
-    dataset = dataset.remove_columns(list(names & {"length", "documents", "answers"}))
-    for name, values in added.items():
-        kind = "int8" if name == "attention_mask" else "int64"
-        dataset = dataset.add_column(name, values, feature=datasets.List(datasets.Value(kind)))
-    return dataset.with_format("torch")
+    mask = [[1] * length for length in dataset["length"][:]]
+    dataset = dataset.remove_columns("length")
+    return dataset.add_column("attention_mask", mask, feature=datasets.List(datasets.Value("int8"))).with_format(
+        "torch"
+    )

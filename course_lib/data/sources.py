@@ -29,18 +29,14 @@ class Known:
     """A data set on the Hub that people ask for by name."""
 
     repository: str
-    text: str
-    label: str
     citation: str
 
 
 KNOWN = {
-    "dair-ai/emotion": Known("dair-ai/emotion", "text", "label", "Saravia et al., CARER, EMNLP 2018"),
-    "imdb": Known(
-        "stanfordnlp/imdb", "text", "label", "Maas et al., Learning Word Vectors for Sentiment Analysis, ACL 2011"
-    ),
-    "ag_news": Known("fancyzhx/ag_news", "text", "label", "Zhang, Zhao and LeCun, arXiv 1509.01626"),
-    "yelp_polarity": Known("fancyzhx/yelp_polarity", "text", "label", "Zhang, Zhao and LeCun, arXiv 1509.01626"),
+    "dair-ai/emotion": Known("dair-ai/emotion", "Saravia et al., CARER, EMNLP 2018"),
+    "imdb": Known("stanfordnlp/imdb", "Maas et al., Learning Word Vectors for Sentiment Analysis, ACL 2011"),
+    "ag_news": Known("fancyzhx/ag_news", "Zhang, Zhao and LeCun, arXiv 1509.01626"),
+    "yelp_polarity": Known("fancyzhx/yelp_polarity", "Zhang, Zhao and LeCun, arXiv 1509.01626"),
 }
 BY_NAME = {**KNOWN, **{known.repository: known for known in KNOWN.values()}, "emotion": KNOWN["dair-ai/emotion"]}
 
@@ -56,8 +52,6 @@ class Source:
     """Its splits by their own names."""
     read: Callable[[str], datasets.Dataset]
     """Reads one of them."""
-    text_column: str | None = None
-    label_column: str | None = None
     files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
     """Those of each split, where they are local ones that can be read row by row."""
     is_prose: bool = False
@@ -127,8 +121,6 @@ def _tweets() -> Source:
         f"bundled tweets; {about['source']}; {about['licence']}; {about['citation']}",
         splits,
         lambda split: splits[split],
-        "text",
-        "label",
         is_prose=True,
     )
 
@@ -143,7 +135,6 @@ def _pydocs(config: DataConfig) -> Source:
         f"documentation of Python {platform.python_version()} on this machine; PSF licence",
         ("train",),
         lambda split: load_pydocs(),
-        "text",
         is_prose=True,
     )
 
@@ -186,8 +177,6 @@ def _hub(name: str, configuration: str | None) -> Source:
         "; ".join(filter(None, facts)),
         splits,
         lambda split: splits[split],
-        known.text if known else None,
-        known.label if known else None,
     )
 
 

@@ -11,7 +11,7 @@ any number of them.
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
@@ -19,17 +19,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from course_lib.data.window_rows import LazyRow, Named, Row
 from course_lib.errors import DataError
 
-
-class Readable(Protocol):
-    """Texts in shards, see :class:`course_lib.data.shards.Shards`."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, shard: int, start: int = 0) -> Iterator[str]:
-        """The texts of a shard from a row on."""
-
-    def name(self, shard: int) -> str:
-        """Name of it in an error."""
+if TYPE_CHECKING:
+    from course_lib.data.shards import Shards
 
 
 @dataclass(frozen=True)
@@ -78,7 +69,7 @@ class TextStream(IterableDataset[Row]):
 
     def __init__(  # noqa: PLR0913 -- the shape of a global batch, as a loader and a sampler name it
         self,
-        shards: Readable,
+        shards: "Shards",
         make_rows: Callable[[Sequence[Named]], Sequence[LazyRow]],
         *,
         window: int = 10_000,
@@ -96,7 +87,7 @@ class TextStream(IterableDataset[Row]):
         self.places = batch_size * world_size * accumulation
         self.global_batch_size = global_batch_size or self.places
         self.drop_last, self.endless = drop_last, endless
-        self.place, self.turn = Place(), 0
+        self.place = Place()
 
     # --- where it stands ---
 
@@ -104,16 +95,14 @@ class TextStream(IterableDataset[Row]):
         """Place of the next batch, in plain numbers, for any number of ranks; see :class:`Place`.
 
         It is of whole batches: within one, of the next. A loader with workers iterates copies; take ``place`` of the
-        batch's last row then, or let a stateful loader ask the copies.
+        batch's last row then.
         """
-        return asdict(self.place) | {"turn": self.turn}
+        return asdict(self.place)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from there, when it is next iterated. Of the state ``epoch`` and ``row`` are enough."""
         known = {field.name for field in fields(Place)}
         self.place = Place(**{name: value for name, value in state.items() if name in known})
-        # A copy in a worker of a stateful loader goes on with its turns; elsewhere the first worker is the next.
-        self.turn = state.get("turn", 0) if get_worker_info() is not None else 0
 
     def set_epoch(self, epoch: int) -> None:
         """Begin that epoch, when it is next iterated; nothing where it stands there already, or further on.
@@ -122,7 +111,7 @@ class TextStream(IterableDataset[Row]):
         goes on: that must not undo what was loaded. ``load_state_dict({"epoch": 0})`` goes back.
         """
         if epoch > self.place.epoch:
-            self.place, self.turn = Place(epoch), 0
+            self.place = Place(epoch)
 
     # --- the order ---
 
@@ -175,7 +164,7 @@ class TextStream(IterableDataset[Row]):
     def __iter__(self) -> Iterator[Row]:
         worker = get_worker_info()
         own, among = (worker.id, worker.num_workers) if worker else (0, 1)
-        turn, first = self.turn, self.place.epoch
+        turn, first = 0, self.place.epoch
         while self.endless or self.place.epoch == first:
             at, seen = self.place, False
             batches = self.global_batches(at)
@@ -188,7 +177,7 @@ class TextStream(IterableDataset[Row]):
                         continue
                     is_last = number + 1 == self.accumulation
                     mine, turn = turn % among == own, turn + 1
-                    self.place, self.turn = after if is_last else replace(begun, micro=number + 1), turn
+                    self.place = after if is_last else replace(begun, micro=number + 1)
                     if mine:
                         for place, (lazy, is_filler) in enumerate(rows, 1):
                             made = lazy.make() | {"ignore": is_filler}

@@ -71,6 +71,7 @@ def test_whatever_a_writer_quotes_is_read_back(tmp_path):
 
 SWALLOWED = {
     "quotes are characters": ("tsv", "label\ttext\n" + 'ham\t"Hello there\nspam\tbuy now\n' * 20, 4, "none"),
+    "lines in quotes": ("tsv", "label\ttext\n" + '1\t"A good\nfilm"\n0\tbad\n' * 20, 3, "escaped"),
     "quotes begin a text": ("tsv", "label\ttext\n" + '1\t"A good" film\n0\tbad\n' * 20, 2, "none"),
     "backslashes": ("csv", "text,label\nfine,1\n" + '"he said \\"hi\\", ok",1\n"b",0\n' * 20, 3, "escaped"),
     "no end": ("csv", 'text,label\nfine,1\n"no end,0\nand on,1\n', 4, "none"),

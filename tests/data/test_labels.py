@@ -102,14 +102,10 @@ def test_labels_that_cannot_be_used_are_refused_with_what_is_so(train, test, sai
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        (["Pos", "pos", "neg"], "classes `Pos` (10 rows) and `pos` (10 rows) differ by upper and lower case alone"),
         (["a", "b", "nan"], "10 training rows have the class `nan`, which often stands for no label"),
         ([0, 1, 2, -1], "10 training rows have the class `-1`"),
         ([0, 1, -100], "have the class `-100`"),
-        (["a|b", "a|c", "b", "c|b"], "most classes have a `|` in them, as `a|b`"),
-        (["a;b", "b;a", "a"], "most classes have a `;`"),
         ([-1, 0, 1], None),
-        (["World", "Sci/Tech", "Business, Finance"], None),
         (["a", "b"], None),
     ],
 )

@@ -11,7 +11,6 @@ from course_lib.config import DataConfig, build
 from course_lib.data import DataProcessor, TextData
 from course_lib.data.collating import IGNORE, Collator
 from course_lib.data.packing import best_fit
-from course_lib.data.processing import as_torch
 from course_lib.data.window_rows import plain_tokens
 from course_lib.errors import ConfigError
 from course_lib.modeling.inputs import model_inputs
@@ -115,13 +114,6 @@ def test_positions_begin_anew_and_no_text_predicts_the_next(side):
     assert list(model_inputs(batch)) == ["input_ids", "position_ids"] and batch.unpadded == (True, False, False)
     alone = Collator("causal_lm", 0, side)([{"input_ids": [5, 6]}])
     assert list(model_inputs(alone)) == ["input_ids", "attention_mask"]
-
-
-def test_packed_rows_for_a_loop_of_ones_own(packed):
-    row = as_torch(packed[1].splits["train"])[0]
-    places, labels = row["position_ids"].tolist(), row["labels"]
-    assert set(row) == {"input_ids", "position_ids", "labels"} and places[0] == 0
-    assert ((labels == IGNORE) == (row["position_ids"] == 0)).all()
 
 
 def test_only_a_causal_language_model_packs():

@@ -148,7 +148,7 @@ def test_it_goes_on_at_the_row_with_any_number_of_ranks_and_reads_nothing_before
     streams = [stream_of(own, ranks, rank, endless=True) for rank, own in enumerate(shards)]
     for stream in streams:
         stream.load_state_dict(state)
-        assert {**stream.state_dict(), "turn": 0} == {**state, "turn": 0}
+        assert stream.state_dict() == state
     rest = steps(streams, GLOBAL // ranks, len(whole) - done)
     assert [rows for rows, _ in rest] == [rows for rows, _ in whole[done:]]
     order = [int(shard) for shard in _order(None)]
@@ -191,28 +191,6 @@ def test_workers_give_the_batches_of_none_and_go_on_too():
         found = batches(workers)
         assert texts_of(found) == texts_of(alone)
         assert texts_of(batches(workers, found[4][-1]["place"])) == texts_of(alone[5:])
-
-
-@pytest.mark.parametrize("stop", [4, 5, 11])
-def test_copies_that_a_stateful_loader_keeps_in_workers_go_on_by_turns(stop):
-    """As torchdata's StatefulDataLoader does: each worker's copy gives and gets its own state."""
-
-    def worker(number, state=None):
-        stream = stream_of(endless=True)
-        with mock.patch("course_lib.data.streaming.get_worker_info", return_value=mock.Mock(id=number, num_workers=2)):
-            if state:
-                stream.load_state_dict(state)
-            rows = iter(stream)
-            while batch := list(itertools.islice(rows, GLOBAL)):
-                yield [row["text"] for row in batch], stream.state_dict()
-
-    whole = texts_of(itertools.islice(DataLoader(stream_of(endless=True), batch_size=GLOBAL, collate_fn=list), 18))
-    first = [worker(0), worker(1)]
-    taken = [next(first[turn % 2]) for turn in range(stop)]
-    states = {turn % 2: state for turn, (_, state) in enumerate(taken)}
-    again = [worker(number, states[number]) for number in range(2)]
-    rest = [next(again[turn % 2])[0] for turn in range(stop, len(whole))]
-    assert [batch for batch, _ in taken] + rest == whole
 
 
 def test_no_more_is_held_than_a_window_and_the_next():

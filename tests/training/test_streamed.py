@@ -75,7 +75,7 @@ def test_two_ranks_make_the_steps_of_one_and_go_on_from_its_checkpoint(one, tmp_
     }
     assert state["samples"] == STEPS * parity.GLOBAL_ROWS == state["stream"]["row"] and state["tokens"] > 100
     rest, after = found["resumed"]
-    assert after["stream"] | {"turn": 12} == state["stream"] and after["tokens"] == state["tokens"]
+    assert after["stream"] == state["stream"] and after["tokens"] == state["tokens"]
     assert max(abs(a - b) for a, b in zip(rest.losses, wanted.losses[SAVED:], strict=True)) < parity.LOSS_TOLERANCE
     assert max((rest.weights[name] - wanted.weights[name]).abs().max() for name in rest.weights) < (
         parity.WEIGHT_TOLERANCE
