@@ -8,6 +8,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "process-settings.md"
 ROOM = (
     "mallopt",
+    "field_size_limit",
     "freeze",
     "replaced",
     "environment",
