@@ -20,7 +20,8 @@ from course_lib.errors import ConfigError, nearest
 from course_lib.modeling import balance
 from course_lib.modeling.dealing import deal_out
 from course_lib.modeling.inputs import padding_known
-from course_lib.modeling.structure import Layout, layout_of
+from course_lib.modeling.layouts import Layout
+from course_lib.modeling.structure import layout_of
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.pipeline.partition import blocks_per_stage
 

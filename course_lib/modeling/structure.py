@@ -1,4 +1,4 @@
-"""Finds how a model is built around its blocks, so that it can be cut into stages.
+"""Finds how a model that has no layout of its own is built around its blocks, so that it can be cut into stages.
 
 Which modules stand before the blocks and which after is seen in one forward of a few tokens. Whether the cut is right
 is then seen, too: stages in turn have to compute what the model does.
@@ -7,35 +7,16 @@ is then seen, too: stages in turn have to compute what the model does.
 import contextlib
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from course_lib.errors import ConfigError
+from course_lib.modeling.layouts import LAYOUTS, Layout
 from course_lib.modeling.probing import probe_row, undisturbed
 from course_lib.parallel.blocks import blocks
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Parts of a base model, by name, that come before and after its blocks.
-
-    Attributes:
-        embedding: takes the token ids; on later stages it returns what the stage before sent.
-        added: what it returns is added to the embedding's.
-        front: what else comes before the blocks.
-        back: what comes after them.
-        returns: how many things a block returns in a tuple, hidden states first; 0 for hidden states alone.
-    """
-
-    embedding: str
-    added: tuple[str, ...] = ()
-    front: tuple[str, ...] = ()
-    back: tuple[str, ...] = ()
-    returns: int = 0
-
 
 _seen: "weakref.WeakKeyDictionary[nn.Module, Layout]" = weakref.WeakKeyDictionary()
 ChainedLogits = Callable[[nn.Module, Layout, dict[str, Tensor]], Tensor]
@@ -58,6 +39,8 @@ def layout_of(model: nn.Module, chained: ChainedLogits) -> Layout:
         )
     if model.base_model is model:
         raise ConfigError(f"{name} cannot be cut into stages: it has no head", "use the model for a task")
+    if kind in LAYOUTS:
+        return LAYOUTS[kind]
     if model not in _seen:
         _seen[model] = _verified(model, name, chained)
     return _seen[model]
