@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from course_lib.config import combinations, lr_schedules
+from course_lib.config import combinations, lr_schedules, service_names
 from course_lib.config.fields import Strict
 from course_lib.config.learning import (
     AdapterConfig,
@@ -196,7 +196,7 @@ def _check_together(config: Config) -> Config:
     if config.output.resume_from_checkpoint and config.output.overwrite_output_dir:
         raise ConfigError("resume_from_checkpoint and overwrite_output_dir exclude each other", "keep one of them")
     if config.output.push_to_hub:
-        _check_repository(config.output.push_to_hub)
+        service_names.check_repository(config.output.push_to_hub)
     _check_tracking(config)
     _check_all_is_read(leaves)
     return dataclasses.replace(config, data=lengths_to_cut(config.parallel, config.data))
@@ -256,19 +256,13 @@ def _check_tracking(config: Config) -> None:
     for name in tracking.trackers:
         if name not in TRACKERS:
             raise ConfigError(f"unknown tracker `{name}`", nearest(name, (*TRACKERS, "none")))
+        named = {
+            "project": tracking.project,
+            "run_name": tracking.run_name or config.output_dir.name,
+            "run_group": tracking.run_group,
+        }
+        for field_, given in named.items():
+            if given is not None:
+                service_names.check(name, field_, given)
     if tracking.log_predictions and config.data.task != "classification":
         raise ConfigError(f"log_predictions needs classes, and the task is {config.data.task}", "leave it out")
-
-
-def _check_repository(name: str) -> None:
-    """Refuse what is no name of a repository of the Hub."""
-    from huggingface_hub.errors import HFValidationError  # slow, and only wanted here
-    from huggingface_hub.utils import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise ConfigError(
-            f"push_to_hub `{name}` is no name of a repository ({str(error).splitlines()[0]})",
-            "write NAME or OWNER/NAME",
-        ) from None

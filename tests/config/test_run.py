@@ -91,8 +91,6 @@ def test_names_of_other_libraries(given, field, value):
             ["data_parallel_size 3 × pipeline_parallel_size 2 is not num_processes 4"],
         ),
         ({"eval_strategy": "sometimes"}, ["`eval_strategy` cannot be 'sometimes'", "`epoch`"]),
-        ({"push_to_hub": "a/b/c"}, ["is no name of a repository"]),
-        ({"push_to_hub": "a b"}, ["is no name of a repository"]),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(given, told):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from course_lib.config import Config, flatten
+from course_lib.config import Config, flatten, service_names
 from course_lib.errors import TrainingInterrupted
 from course_lib.tracking.base import FOLDER, Guarded, RunInfo, ends_by_name, identity
 from course_lib.tracking.choose import make_trackers
@@ -45,6 +45,7 @@ class TrackingCallback(Callback):
             # What the environment already says wins, as in every tool that reads such files.
             for name, value in read_env_file(config.tracking.env_file).items():
                 os.environ.setdefault(name, value)
+        service_names.check_environment(config.tracking.trackers, os.environ)
 
     @property
     def enabled(self) -> bool:
