@@ -313,7 +313,7 @@ def test_the_memory_that_is_asked_for_is_what_the_planner_counts():
 def test_rounding_shows_in_no_draw_of_a_block():
     """In float32 and in float64 its gradients agree to a tenth of what a check lets pass, also after a step."""
     for seed in range(40):
-        for case in block.draw_blocks(random.Random(seed), (2, 4)):
+        for case in block.BLOCK.draw(random.Random(seed), (2, 4)):
             exact = {
                 name: value.astype(np.float64) if isinstance(value, np.ndarray) else value
                 for name, value in case.inputs.items()

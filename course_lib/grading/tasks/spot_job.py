@@ -227,7 +227,7 @@ def resumes(case: Case, seen: Seen) -> Miss | None:
 
 
 def refuses_another(case: Case, seen: Seen) -> Miss | None:
-    fits = seen[0].get("other") and trains(case, seen) is None
+    fits = trains(case, seen) is None and seen[0].get("other")
     return kit.unless(fits, "a ValueError: the folder's checkpoints are of another config", "no refusal")
 
 
