@@ -13,6 +13,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers.initialization import no_init_weights
+from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from course_lib.errors import ConfigError, ModelError, nearest
@@ -98,13 +99,19 @@ def _builds(maker: Any, config: Any) -> bool:
 
 
 def _build(config: Any, head: bool) -> tuple[Any, bool]:
-    """The model, and whether it ends in logits over the vocabulary."""
+    """The model, and whether it ends in logits over the vocabulary.
+
+    By its class and not by ``from_config``, which under DeepSpeed's ZeRO-3 shares out what it makes among the ranks.
+    """
+    maker, has_head = transformers.AutoModel, False
     if head:
-        for kind in ("Seq2SeqLM",) if config.is_encoder_decoder else ("MaskedLM", "CausalLM"):
-            maker = getattr(transformers, f"AutoModelFor{kind}")
-            if _builds(maker, config):
-                return maker.from_config(config), True
-    return transformers.AutoModel.from_config(config), False
+        heads = ("Seq2SeqLM",) if config.is_encoder_decoder else ("MaskedLM", "CausalLM")
+        makers = (getattr(transformers, f"AutoModelFor{kind}") for kind in heads)
+        with_logits = next((kind for kind in makers if _builds(kind, config)), None)
+        maker, has_head = with_logits or maker, with_logits is not None
+    if not _builds(maker, config):
+        raise ValueError(f"it has no {maker.__name__}")
+    return _get_model_class(config, maker._model_mapping)(config), has_head
 
 
 def _size(config: Any, name: str, default: Any = None) -> Any:
