@@ -107,3 +107,16 @@ def test_what_transformers_does_not_build_is_one_line():
         models.from_config({"model_type": "lama"})
     with pytest.raises(ModelError, match="does not build `cohere`"):
         models.from_config({"model_type": "cohere", **SMALL, "num_attention_heads": "many"})
+
+
+def test_counting_asks_no_other_rank_under_zero_3(monkeypatch):
+    """As transformers' from_config does, which makes each parameter on all ranks together."""
+
+    def asked():
+        raise AssertionError("from_config was called")
+
+    monkeypatch.setattr("transformers.modeling_utils.is_deepspeed_zero3_enabled", asked)
+    with pytest.raises(AssertionError):
+        AutoModel.from_config(AutoConfig.for_model("gpt2", n_layer=1))
+    for head in (True, False):
+        assert models.from_config({"model_type": "gpt2", "n_layer": 1}, head=head).layers == 1
