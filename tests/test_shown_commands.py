@@ -14,7 +14,7 @@ from course_lib.commands.options import config_from
 
 ROOT = Path(__file__).resolve().parents[1]
 MADE_BY_THE_READER = ("mine/", "planned/")
-OTHERS = {"aws", "make", "papermill", "pip", "export", "sbatch", "bash", "torchfrtrace"}
+OTHERS = {"aws", "make", "papermill", "pip", "export", "sbatch", "bash", "torchfrtrace", "trackio"}
 
 
 def shown(path):
