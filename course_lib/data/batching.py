@@ -19,7 +19,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from course_lib.data.cache import column
 from course_lib.data.collating import Batch
-from course_lib.data.ordering import global_batches
+from course_lib.data.ordering import PART, EpochBatches, lengths_of
 from course_lib.data.processing import Collator
 from course_lib.data.streaming import TextStream
 from course_lib.launching.cores import usable_cores
@@ -60,7 +60,7 @@ class GlobalBatchSampler(Sampler[list[RowKey]]):
     takes every N-th, starting at r. Iterated by one process, it is the plain loop.
 
     Args:
-        lengths: tokens of each row.
+        lengths: tokens of each row; an Arrow column is read as it is needed.
         batch_size: rows per process in one micro-batch.
         num_processes: processes that share a global batch.
         accumulation: micro-batches per process in one global batch.
@@ -72,7 +72,7 @@ class GlobalBatchSampler(Sampler[list[RowKey]]):
         drop_last_batch: leave out the last rows of an epoch where they fill no global batch.
 
     Attributes:
-        batches: row numbers of each global batch of the epoch chosen.
+        batches: row numbers of each global batch of the epoch chosen, see :class:`EpochBatches`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class GlobalBatchSampler(Sampler[list[RowKey]]):
         order_seed: int | None = None,
         drop_last_batch: bool = False,
     ):
-        self.lengths = np.asarray(lengths)
+        self.lengths = lengths
         self.batch_size = batch_size
         self.num_processes = num_processes
         self.accumulation = accumulation
@@ -117,8 +117,12 @@ class GlobalBatchSampler(Sampler[list[RowKey]]):
 
     def global_batches(self, epoch: int) -> Sequence[np.ndarray]:
         """Row numbers of each global batch, longest row first where grouped by length."""
-        return global_batches(
-            self.lengths, self.global_batch_size, [self.order_seed, epoch], self.group_by_length, self.drop_last_batch
+        return EpochBatches(
+            self.lengths,
+            self.global_batch_size,
+            [self.order_seed, epoch],
+            self.group_by_length,
+            drop_last=self.drop_last_batch,
         )
 
     def deal(self, batch: np.ndarray, epoch: int) -> Iterator[list[RowKey]]:
@@ -126,7 +130,7 @@ class GlobalBatchSampler(Sampler[list[RowKey]]):
         per_step = self.batch_size * self.num_processes
         keys = [RowKey(epoch, int(row)) for row in batch]
         if missing := self.places - len(keys):
-            shortest = min(keys, key=lambda key: self.lengths[key.row])
+            shortest = min(keys, key=lambda key: lengths_of(self.lengths, key.row, key.row + 1)[0])
             keys += [shortest._replace(is_filler=True)] * missing
         for start in range(0, len(keys), per_step):
             # Every N-th row rather than a block: processes get rows of like lengths, and fillers evenly.
@@ -145,20 +149,24 @@ class SequentialKeys(Sampler[RowKey]):
     """Every row once, longest first, so that evaluation batches need little padding.
 
     Args:
-        lengths: tokens of each row.
-
-    Attributes:
-        order: row numbers.
+        lengths: tokens of each row; an Arrow column is read as it is needed.
+        part: rows that are sorted together; of more, one part follows another.
     """
 
-    def __init__(self, lengths: Sequence[int] | pa.ChunkedArray):
-        self.order = np.argsort(-np.asarray(lengths), kind="stable")
+    def __init__(self, lengths: Sequence[int] | pa.ChunkedArray, part: int = PART):
+        self.lengths, self.part = lengths, part
+
+    def parts(self) -> Iterator[np.ndarray]:
+        """Row numbers in order, a part at a time."""
+        for start in range(0, len(self.lengths), self.part):
+            here = lengths_of(self.lengths, start, min(start + self.part, len(self.lengths)))
+            yield start + np.argsort(-here, kind="stable")
 
     def __iter__(self) -> Iterator[RowKey]:
-        return (RowKey(0, int(row)) for row in self.order)
+        return (RowKey(0, int(row)) for rows in self.parts() for row in rows)
 
     def __len__(self) -> int:
-        return len(self.order)
+        return len(self.lengths)
 
 
 class Rows(Dataset[dict[str, Any]]):
@@ -246,7 +254,7 @@ class StreamSteps:
         steps: optimizer steps of the run, which has no epochs of its own.
     """
 
-    lengths: np.ndarray = np.empty(0, np.int64)
+    lengths: Sequence[int] = ()
     batches: Sequence[np.ndarray] = ()
 
     def __init__(self, stream: TextStream, steps: int):

@@ -144,7 +144,7 @@ def unwritable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def cached_filter(rows: datasets.Dataset, kept: np.ndarray, describe: str) -> datasets.Dataset:
+def cached_filter(rows: datasets.Dataset, kept: pa.ChunkedArray, describe: str) -> datasets.Dataset:
     """Some of the rows, in their order, memory-mapped as :func:`cached_map` does; a selection would stay in memory.
 
     Args:
@@ -154,14 +154,16 @@ def cached_filter(rows: datasets.Dataset, kept: np.ndarray, describe: str) -> da
     Raises:
         DataError: the cache cannot be written.
     """
-    chosen = hashlib.sha256(np.packbits(kept).tobytes()).hexdigest()
-    key = digest(FORMAT, "rows", [column_digest(rows, name) for name in rows.column_names], chosen)
+    chosen = hashlib.sha256()
+    for start in range(0, len(kept), BATCH_ROWS):
+        chosen.update(np.packbits(kept.slice(start, BATCH_ROWS).to_numpy()).tobytes())
+    key = digest(FORMAT, "rows", [column_digest(rows, name) for name in rows.column_names], chosen.hexdigest())
     begun = 0
 
     def filtered(batch: pa.Table) -> dict[str, pa.ChunkedArray]:
         nonlocal begun
         begun += len(batch)
-        rest = batch.filter(kept[begun - len(batch) : begun])
+        rest = batch.filter(kept.slice(begun - len(batch), len(batch)))
         return dict(zip(rest.column_names, rest.columns, strict=True))
 
     return cached_map(rows, filtered, key=key, features=rows.features, describe=describe)

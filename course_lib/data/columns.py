@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from course_lib.data.cache import FORMAT, batches, cached_map, column, column_digest, digest
 from course_lib.data.class_names import Classes, all_hidden, visible
 from course_lib.data.conversations import as_json, holds_conversations
+from course_lib.data.ordering import PART
 from course_lib.errors import DataError, nearest
 
 TEXT_NAMES = ("text", "sentence", "content", "review", "tweet", "document", "comment", "message", "question")
@@ -112,9 +113,9 @@ def _as_text(
     )
 
 
-def blank_rows(rows: datasets.Dataset) -> np.ndarray:
-    """bool [rows]: whether a row's `text` is no more than white space."""
-    return np.concatenate([pc.equal(pc.utf8_trim_whitespace(texts), "") for texts in batches(rows, "text")])
+def blank_rows(rows: datasets.Dataset) -> pa.ChunkedArray:
+    """bool [rows]: whether a row's `text` is no more than white space; one bit per row is held."""
+    return pa.chunked_array([pc.equal(pc.utf8_trim_whitespace(texts), "") for texts in batches(rows, "text")])
 
 
 class Labels:
@@ -213,26 +214,45 @@ class Labels:
         return datasets.concatenate_datasets([texts, coded], axis=1)
 
 
-def cut(size: int, fraction: float, seed: int, labels: np.ndarray | None = None) -> np.ndarray:
+def cut(
+    size: int, fraction: float, seed: int, labels: pa.ChunkedArray | None = None, part: int = PART
+) -> pa.ChunkedArray:
     """Mask of the rows to hold out, bool [size]; the share of each class is about the same in both parts.
 
-    The seats of the held-out part go to the classes by largest remainder; a class keeps at least one row, which
-    ``train_test_split(stratify_by_column=…)`` refuses.
+    The seats of the held-out part go to the classes by largest remainder; a class keeps at least one row. More rows
+    than ``part`` are drawn from a part at a time; how many from each is drawn too, so that any choice is as likely as
+    any other.
 
     Args:
         size: number of rows.
         fraction: share to hold out; at least one row is, where a class has two.
         seed: decides which rows.
-        labels: int64 [size], the classes; None for no classes.
+        labels: int64 [size], the classes; None for no classes. An Arrow column stays on disk.
+        part: rows that are drawn from together.
     """
-    classes = np.zeros(size, np.int64) if labels is None else labels
-    counts = np.bincount(classes)
+
+    def classes(start: int) -> np.ndarray:
+        length = min(part, size - start)
+        return np.zeros(length, np.int64) if labels is None else labels.slice(start, length).to_numpy()
+
+    number = 1 if labels is None else pc.max(labels).as_py() + 1
+    counts = np.sum([np.bincount(classes(start), minlength=number) for start in range(0, size, part)], axis=0)
     shares = fraction * counts
     seats = np.minimum(np.floor(shares).astype(np.int64), np.maximum(counts - 1, 0))
     for label in np.argsort(seats - shares, kind="stable"):
         if seats.sum() < max(1, round(fraction * size)) and seats[label] < counts[label] - 1:
             seats[label] += 1
-    random, held_out = np.random.default_rng(seed), np.zeros(size, bool)
-    for label, drawn in enumerate(seats):
-        held_out[random.permutation(np.flatnonzero(classes == label))[:drawn]] = True
-    return held_out
+    random, masks = np.random.default_rng(seed), []
+    for start in range(0, size, part):
+        here = classes(start)
+        mask = np.zeros(len(here), bool)
+        for label in range(number):
+            rows = np.flatnonzero(here == label)
+            later = counts[label] - len(rows)
+            drawn = (
+                random.hypergeometric(seats[label], counts[label] - seats[label], len(rows)) if later else seats[label]
+            )
+            mask[random.permutation(rows)[:drawn]] = True
+            counts[label], seats[label] = later, seats[label] - drawn
+        masks.append(pa.array(mask))
+    return pa.chunked_array(masks)

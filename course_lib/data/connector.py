@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import datasets
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from course_lib.config import DataConfig
 from course_lib.data import columns, label_check, sources
@@ -154,17 +155,18 @@ class DataConnector:
         text = columns.choose_column(self.config.text_column, columns.TEXT_NAMES, raw.features, "text_column", what)
         texts = self._clean(columns.only_text(raw, text, split), split, source.is_prose)
         blank = columns.blank_rows(texts)
-        count = int(blank.sum())
+        count = pc.sum(blank).as_py()
         if not self._classifies:
             if count == len(texts):
                 raise DataError(f"{what} has no text in column `{text}`", "name another with --text_column")
             if count:
                 notes.append(f"{count} rows of the {split} split without text are left out")
-                texts = cached_filter(texts, ~blank, f"Leaving out blank rows of {split}")
+                texts = cached_filter(texts, pc.invert(blank), f"Leaving out blank rows of {split}")
             return _Rows(texts)
         if count:
+            row = pc.index(blank, True).as_py()
             raise DataError(
-                f"row {blank.argmax()} (from 0) of the {split} split has no text in column `{text}`",
+                f"row {row} (from 0) of the {split} split has no text in column `{text}`",
                 "give every row a text, or leave such rows out",
             )
         if set(raw.column_names) == {text}:
@@ -252,9 +254,9 @@ class DataConnector:
             )
         for split in missing:
             train = splits["train"]
-            labels = column(train, "label").to_numpy() if self._classifies else None
+            labels = column(train, "label") if self._classifies else None
             held_out = columns.cut(len(train), share / left, self.seed, labels)
-            count = int(held_out.sum())
+            count = pc.sum(held_out).as_py()
             if split == "test" and count in (0, len(train)):
                 notes.append(
                     f"no test split, and {size} rows are too few to cut one: the validation split, by which "
@@ -271,7 +273,7 @@ class DataConnector:
                 f"no {split} split: {count} rows ({share:.0%} {how}, seed {self.seed}) are cut from the training split"
             )
             splits = splits | {
-                "train": cached_filter(train, ~held_out, "Training rows"),
+                "train": cached_filter(train, pc.invert(held_out), "Training rows"),
                 split: cached_filter(train, held_out, f"{split.capitalize()} rows"),
             }
             left -= share
@@ -299,7 +301,7 @@ class DataConnector:
             f"the first {limit} rows of the {split} split have {left} of its {there} classes, so rows are "
             f"drawn in each class (seed {self.seed})"
         )
-        drawn = columns.cut(len(rows), limit / len(rows), self.seed, labels.to_numpy())
+        drawn = columns.cut(len(rows), limit / len(rows), self.seed, labels)
         return cached_filter(rows, drawn, f"Drawing {split} rows")
 
 

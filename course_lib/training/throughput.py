@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
+from course_lib.data.ordering import lengths_at
 from course_lib.errors import CourseError
 from course_lib.planning import hardware, models
 from course_lib.training.state import TrainState
@@ -39,14 +41,14 @@ class Throughput:
 
     def __init__(
         self,
-        lengths: Sequence[int] | np.ndarray,
+        lengths: Sequence[int] | pa.ChunkedArray,
         architecture: Any,
         task: str,
         device: torch.device,
         precision: str,
         adapters: bool = False,
     ):
-        self.lengths, self.adapters, self.streamed = np.asarray(lengths), adapters, list[torch.Tensor]()
+        self.lengths, self.adapters, self.streamed = lengths, adapters, list[torch.Tensor]()
         self.name, self.peak, self.note = peak_of(device, precision)
         self.model: models.Model | None = None
         try:
@@ -64,7 +66,7 @@ class Throughput:
 
     def count(self, state: TrainState, rows: np.ndarray) -> None:
         """Add the rows of a global batch, by number."""
-        lengths = self.lengths[rows].astype(np.int64)
+        lengths = lengths_at(self.lengths, rows)
         self.add(state, len(rows), int(lengths.sum()), float(np.square(lengths, dtype=np.float64).sum()))
 
     def add(self, state: TrainState, rows: int, tokens: int, squares: float) -> None:

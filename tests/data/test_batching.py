@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from course_lib.data import batching
 from course_lib.data.batching import GlobalBatchSampler, RowKey, Rows, SequentialKeys, training_loader
-from course_lib.data.ordering import global_batches
+from course_lib.data.ordering import EpochBatches
 
 LENGTHS = np.random.default_rng(0).integers(4, 60, size=203)
 LAYOUTS = [(1, 16, 1), (2, 8, 1), (4, 4, 1), (1, 4, 4), (2, 4, 2), (4, 1, 4)]  # processes, rows, accumulation
@@ -108,6 +109,16 @@ def test_evaluation_sees_every_row_once():
     assert list(LENGTHS[[key.row for key in keys]]) == sorted(LENGTHS, reverse=True)
 
 
+def test_evaluation_sorts_a_large_data_set_a_part_at_a_time():
+    in_parts = SequentialKeys(pa.chunked_array([LENGTHS[:90], LENGTHS[90:]]), part=64)
+    rows, given = [key.row for key in in_parts], [list(part) for part in in_parts.parts()]
+    assert sum(given, []) == rows and sorted(rows) == list(range(len(LENGTHS))) and len(in_parts) == len(LENGTHS)
+    assert max(map(len, given)) == 64
+    for number, part in enumerate(given):
+        assert set(part) <= set(range(64 * number, 64 * number + 64))
+        assert list(LENGTHS[part]) == sorted(LENGTHS[part], reverse=True)
+
+
 class Numbers:
     """A collator that gives row numbers, and the process that collated them."""
 
@@ -134,13 +145,14 @@ def test_workers_stay_and_the_order_is_that_without_them():
 
 
 @pytest.mark.parametrize("group_by_length", [False, True])
-def test_the_rows_that_fill_no_batch_are_left_out(group_by_length):
+@pytest.mark.parametrize("part", [2**20, 40])
+def test_the_rows_that_fill_no_batch_are_left_out(group_by_length, part):
     """Other ones in each epoch; without it, as in all other tests, no row is."""
-    lengths, left_out = np.arange(1, 104), []
+    lengths, left_out = list(range(1, 104)), []
     for epoch in range(2):
-        batches = global_batches(lengths, 10, [1, epoch], group_by_length, drop_last=True)
+        batches = list(EpochBatches(lengths, 10, [1, epoch], group_by_length, part, drop_last=True))
         rows = np.concatenate(batches)
         assert [len(batch) for batch in batches] == [10] * 10 and len(set(rows.tolist())) == 100
         left_out.append(set(range(103)) - set(rows.tolist()))
     assert left_out[0] != left_out[1]
-    assert len(global_batches(lengths, 10, [1], group_by_length)) == 11
+    assert len(EpochBatches(lengths, 10, [1], group_by_length, part)) == 11

@@ -7,6 +7,7 @@ from collections import Counter
 import datasets
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from course_lib.config import DataConfig
@@ -154,9 +155,9 @@ def test_blank_rows_are_found_wherever_they_are():
     texts[blank] = np.resize(["", " \t ", "\u2003"], blank.sum())
     rows = datasets.Dataset.from_dict({"text": list(texts)})
     blanks = columns.blank_rows(rows)
-    assert len(blanks) == 25_003 and (blanks == blank).all()
+    assert len(blanks) == 25_003 and (blanks.to_numpy() == blank).all()
     order = np.random.default_rng(1).permutation(25_003)[:9_999]
-    assert (columns.blank_rows(rows.select(order)) == blank[order]).all()
+    assert (columns.blank_rows(rows.select(order)).to_numpy() == blank[order]).all()
 
 
 def test_cleaning_is_done_and_can_be_left(tmp_path):
@@ -170,19 +171,27 @@ def test_cleaning_is_done_and_can_be_left(tmp_path):
 # Splits
 
 
-def cut(size, fraction, seed, labels=None):
+def cut(size, fraction, seed, labels=None, part=2**20):
     """The rows that are held out."""
-    return np.flatnonzero(columns.cut(size, fraction, seed, labels))
+    labels = None if labels is None else pa.chunked_array([pa.array(chunk) for chunk in np.array_split(labels, 3)])
+    return np.flatnonzero(columns.cut(size, fraction, seed, labels, part).to_numpy())
 
 
-def test_a_cut_is_stratified_and_depends_on_the_seed_alone():
+@pytest.mark.parametrize("part", [2**20, 300, 7])
+def test_a_cut_is_stratified_and_depends_on_the_seed_alone(part):
     labels = np.array([0] * 700 + [1] * 250 + [2] * 49 + [3])
-    held_out = cut(1000, 0.1, 1, labels)
+    held_out = cut(1000, 0.1, 1, labels, part)
     assert np.bincount(labels[held_out]).tolist() == [70, 25, 5] and 999 not in held_out
-    again, other = cut(1000, 0.1, 1, labels), cut(1000, 0.1, 2, labels)
+    again, other = cut(1000, 0.1, 1, labels, part), cut(1000, 0.1, 2, labels, part)
     assert np.array_equal(held_out, again) and not np.array_equal(held_out, other)
-    assert len(cut(5, 0.1, 0)) == 1
-    assert len(cut(3, 0.9, 0, np.array([0, 1, 2]))) == 0
+    assert len(cut(5, 0.1, 0, part=part)) == 1
+    assert len(cut(3, 0.9, 0, np.array([0, 1, 2]), part)) == 0
+
+
+def test_a_cut_draws_each_row_as_often_as_any_other_whatever_the_parts():
+    drawn = sum((np.bincount(cut(20, 0.3, seed, part=7), minlength=20) for seed in range(2000)), np.zeros(20, int))
+    assert drawn.sum() == 2000 * 6
+    assert abs(drawn - 600).max() < 5 * (2000 * 0.3 * 0.7) ** 0.5  # standard deviations of one row's count
 
 
 def test_a_small_cut_is_that_of_one_permutation_a_class():

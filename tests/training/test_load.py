@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from benchmarks import load
 from course_lib.data import localfiles
+from course_lib.data.ordering import EpochBatches
 from course_lib.launching.launch import launch
 from course_lib.training.callbacks import FunctionCallback
 from tests.long_cases import some
@@ -257,3 +259,27 @@ def test_a_large_file_is_not_read_ahead_of_what_is_written(tmp_path, group):
         for by_datasets in (True, False)
     ]
     assert datasets_own >= ALL > LITTLE > ours, f"of a file of {file.stat().st_size >> 20} MiB"
+
+
+def test_an_epoch_of_any_number_of_rows_has_each_row_once():
+    lengths = np.random.default_rng(0).integers(1, 60, 10_007)
+    whole = EpochBatches(lengths, 8, [1, 0])
+    parts = EpochBatches(lengths, 8, [1, 0], part=1024)
+    on_disk = EpochBatches(pa.chunked_array([lengths[:5000], lengths[5000:]]), 8, [1, 0], part=1024)
+    for batches in (whole, parts, on_disk):
+        assert len(batches) == 1251 and sorted(len(batch) for batch in batches)[:2] == [7, 8]
+        assert sorted(itertools.chain.from_iterable(batches)) == list(range(10_007))
+    assert all(np.array_equal(a, b) for a, b in zip(parts, on_disk, strict=True)), "the same however it is stored"
+    other = EpochBatches(lengths, 8, [1, 1], part=1024)
+    assert sum(np.array_equal(a, b) for a, b in zip(parts, other, strict=True)) < 5, "another epoch, another order"
+    in_order = list(parts)
+    assert all(np.array_equal(parts[i], in_order[i]) for i in (1250, 3, 700, -1)), "also out of order, as on a resume"
+    held = parts.here[1]
+    assert sum(map(len, held)) <= 1024, "a part at a time"
+    first_part = np.concatenate([parts[i] for i in range(128)])
+    assert np.histogram(first_part, 4, (0, 10_007))[0].min() > 100, "each part is drawn from all over"
+    padded = [
+        sum(lengths[batch].max() - lengths[batch].mean() for batch in batches)
+        for batches in (parts, EpochBatches(lengths, 8, [1, 0], group_by_length=False, part=1024))
+    ]
+    assert padded[0] < padded[1] / 3, "and sorted by length within windows"

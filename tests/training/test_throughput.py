@@ -4,10 +4,12 @@ import itertools
 import time
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from transformers import BertConfig, ViTConfig
 
+from course_lib.data.ordering import lengths_at
 from course_lib.parallel.clock import Clock, Phases, Stopwatch
 from course_lib.planning import hardware
 from course_lib.training.state import TrainState
@@ -35,6 +37,11 @@ def test_tokens_and_flops_by_hand(task, head):
     counted.peak = 1e6
     assert counted.rates(state, 4)["mfu"] == state.flops / 2 / 4e6
     assert counted.rates(TrainState(), 4) == {}, "no time has passed"
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, pa.chunked_array([LENGTHS[:1], LENGTHS[1:]])])
+def test_lengths_of_rows_in_any_order(lengths):
+    assert lengths_at(lengths, np.array([3, 0, 2])).tolist() == [4, 5, 9]
 
 
 def test_a_cpu_and_an_unknown_model_have_no_mfu():

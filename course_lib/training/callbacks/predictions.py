@@ -60,5 +60,6 @@ def predict(trainer: Session, split: str) -> Predictions:
     losses, predicted, labels = (torch.cat(parts).cpu().numpy() for parts in zip(*gathered, strict=True))
     # Evaluation goes through the rows by length; the ranks' shares come together in that order.
     rows = trainer.data.splits[split]
-    back = np.argsort(SequentialKeys(column(rows, "length")).order, kind="stable")
+    order = np.concatenate(list(SequentialKeys(column(rows, "length")).parts()))
+    back = np.argsort(order, kind="stable")
     return Predictions(labels[back], predicted[back], losses[back, 0].astype(np.float64))
