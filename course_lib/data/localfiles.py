@@ -152,7 +152,7 @@ def features_of(file: Path, options: Options, count: int | None = None) -> datas
     """The columns of a file; of one of text, as wide as the values of its first rows, or of all.
 
     Raises:
-        DataError: it has none, or one twice.
+        DataError: it has none, one twice, or one of a type that `datasets` cannot hold.
     """
     kind, held = str(kind_of(file)), dict[str, set[type]]()
     with reading(str(file), kind):
@@ -162,6 +162,8 @@ def features_of(file: Path, options: Options, count: int | None = None) -> datas
                 if repeated := next((name for name in schema.names if schema.names.count(name) > 1), None):
                     raise DataError(f"{file} has two columns `{repeated}`", "rename one of them")
                 plain = [field.with_type(PLAIN.get(field.type, field.type)) for field in schema]
+                for field in plain:
+                    _check_type(file, field)
                 return datasets.Features.from_arrow_schema(pa.schema(plain, schema.metadata))
         for row in itertools.islice(read_rows(file, kind, **asdict(options)), count):
             for name, value in row.items():
@@ -170,6 +172,17 @@ def features_of(file: Path, options: Options, count: int | None = None) -> datas
     if not held:
         raise DataError(f"{file} has no rows", "give a file with at least one row")
     return datasets.Features({name: _feature(types) for name, types in held.items()})
+
+
+def _check_type(file: Path, field: pa.Field) -> None:
+    """Refuse a column of a type that `datasets` cannot hold, such as a map."""
+    try:
+        datasets.Features.from_arrow_schema(pa.schema([field]))
+    except ValueError:
+        raise DataError(
+            f"column `{field.name}` of {file} holds {field.type}, which `datasets` has no type for",
+            "write the file anew without that column, or with texts or lists in it",
+        ) from None
 
 
 def _feature(types: set[type]) -> datasets.Value | datasets.Json:
