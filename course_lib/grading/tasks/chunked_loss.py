@@ -137,8 +137,8 @@ def three_products(case: Case, seen: Seen, rank: int) -> Miss | None:
     for step, actual in enumerate(array(seen, rank, "flops", (len(FACTORS),))):
         needed = int((case.inputs["targets"][rank][step] != IGNORED).sum()) * most // tokens
         if not needed <= actual <= most:
-            found = f"{actual:g}, {actual / most:.2f} of that"
-            return Miss(f"{most} FLOPs in matrix products at most", found, step=step)
+            shown = f"{actual:g}, {actual / most:.2f} of that"
+            return Miss(f"{most} FLOPs in matrix products at most", shown, step=step)
     return None
 
 

@@ -130,9 +130,9 @@ def ring_bytes(case: Case, seen: Seen, rank: int) -> Miss | None:
 def to_neighbours(case: Case, seen: Seen, rank: int) -> Miss | None:
     ranks = case.world_size
     peers = {event.split()[-1] for event in events(seen, rank) if event.startswith("send ")}
-    found = f"to ranks {', '.join(sorted(peers))}" if peers else "none"
+    shown = f"to ranks {', '.join(sorted(peers))}" if peers else "none"
     is_one = any(not peers - {str((rank + way) % ranks)} for way in (1, -1))
-    return kit.unless(is_one and (peers or ranks == 1), "messages to one neighbour", found)
+    return kit.unless(is_one and (peers or ranks == 1), "messages to one neighbour", shown)
 
 
 RING = Task(

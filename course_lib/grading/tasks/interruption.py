@@ -115,8 +115,8 @@ def in_time(case: Case, seen: Seen) -> Miss | None:
     seconds = sum(
         case.inputs[f"{word}_seconds"] for word in ("step", "save") for entry in begun if entry.startswith(word)
     )
-    fits, found = seconds <= NOTICE_SECONDS, f"{seconds} s: {kit.listed(begun, '')}"
-    return kit.unless(fits, f"an end within {NOTICE_SECONDS} s of the signal", found)
+    fits, shown = seconds <= NOTICE_SECONDS, f"{seconds} s: {kit.listed(begun, '')}"
+    return kit.unless(fits, f"an end within {NOTICE_SECONDS} s of the signal", shown)
 
 
 @kit.each_rank

@@ -65,9 +65,9 @@ def noted(record: "Recorder", **values: Any) -> dict[str, Plain]:
 # --- what is wrong ---
 
 
-def unless(holds: object, expected: str, found: str, note: str = "", step: int | None = None) -> Miss | None:
+def unless(holds: object, expected: str, shown: str, note: str = "", step: int | None = None) -> Miss | None:
     """A miss that is no rank's own, or none where it holds."""
-    return None if holds else Miss(expected, found, note=note, step=step)
+    return None if holds else Miss(expected, shown, note=note, step=step)
 
 
 def listed(names: Sequence[str], nothing: str = "no collective") -> str:

@@ -224,8 +224,8 @@ def one_model(case: Case, seen: Seen) -> Miss | None:
                 return Miss("a graph where the adapters are on, and only there", said, step=step + 1)
             rows[is_on] += shape[0] if type(shape[0]) is int else 0
         if rows != {True: 2 * pairs, False: 2 * pairs}:
-            found = f"{rows[True]} with and {rows[False]} without"
-            return Miss(f"{2 * pairs} rows with adapters and {2 * pairs} without", found, step=step + 1)
+            shown = f"{rows[True]} with and {rows[False]} without"
+            return Miss(f"{2 * pairs} rows with adapters and {2 * pairs} without", shown, step=step + 1)
     return None
 
 

@@ -181,8 +181,8 @@ def in_bytes(case: Case, seen: Seen) -> Miss | None:
     if miss := same(seen, "dtype of codes", ["uint8"]) or same(seen, "dtype of scales", [FP32]):
         return miss
     right, actual = -(-count // 2) + 4 * blocks, number(seen, 0, "held")
-    found = f"{actual:g}, {8 * actual / count:.2f} bits a weight"
-    return kit.unless(right <= actual <= right + SLACK, f"{right} bytes held, for {count} weights", found)
+    shown = f"{actual:g}, {8 * actual / count:.2f} bits a weight"
+    return kit.unless(right <= actual <= right + SLACK, f"{right} bytes held, for {count} weights", shown)
 
 
 def no_table(case: Case, seen: Seen) -> Miss | None:

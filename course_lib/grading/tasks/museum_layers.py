@@ -220,8 +220,8 @@ def between_the_ends(case: Case, seen: Seen, rank: int) -> Miss | None:
     sent = size * made.count(f"send {size} to {peer}")
     others = [event for event in made if event.split()[0] not in ("send", "recv")]
     if last and (sent != (0 if peer is None else size) or others or (peer is None and made)):
-        found = ", ".join(made) or "nothing"
-        return Miss("a send and a receive between the first and the last stage alone", found)
+        shown = ", ".join(made) or "nothing"
+        return Miss("a send and a receive between the first and the last stage alone", shown)
     name = f"blocks.{rank}.weight"
     if miss := near(seen[rank:], name, [stage(case, rank)[name]]):
         return Miss(miss.expected, miss.found)

@@ -190,19 +190,19 @@ def fits(case: Case, seen: Seen) -> Miss | None:
     if plan is None:
         return None
     held, room = memory(case.inputs, plan), case.inputs["capacity"]
-    found = f"{max(held)} on rank {held.index(max(held))} with {in_words(plan)}"
-    return kit.unless(max(held) <= room, f"at most {room} bytes on every rank", found)
+    shown = f"{max(held)} on rank {held.index(max(held))} with {in_words(plan)}"
+    return kit.unless(max(held) <= room, f"at most {room} bytes on every rank", shown)
 
 
 def is_best(case: Case, seen: Seen) -> Miss | None:
     plan, right = chosen(case, seen), best(case.inputs)
     if (miss := fits(case, seen)) is not None or plan is None or right is None or plan == right:
         return miss
-    due, found = (
+    due, shown = (
         f"{in_words(one)}: {seconds(case.inputs, one):.6g} s, {max(memory(case.inputs, one))} bytes"
         for one in (right, plan)
     )
-    return Miss(due, found)
+    return Miss(due, shown)
 
 
 def tells_what_it_picked(case: Case, seen: Seen) -> Miss | None:

@@ -157,8 +157,8 @@ def comes_back(case: Case, seen: Seen) -> Miss | None:
     if not isinstance(back, str):
         raise Malformed(Miss("a config", kind(back)))
     at = next((i for i, (a, b) in enumerate(zip(back, right, strict=False)) if a != b), min(len(back), len(right)))
-    due, found = (f"`{short(text[max(0, at - 20) : at + 30])}`" for text in (right, back))
-    return kit.unless(back == right, f"in the job the config as it was, {due}", found)
+    due, shown = (f"`{short(text[max(0, at - 20) : at + 30])}`" for text in (right, back))
+    return kit.unless(back == right, f"in the job the config as it was, {due}", shown)
 
 
 def are_texts(case: Case, seen: Seen) -> Miss | None:

@@ -178,8 +178,8 @@ def goes_on(case: Case, seen: Seen) -> Miss | None:
     last, cuts = case.inputs["steps"][-1], items(seen, 0, "cuts", list)
     bad = next((number_ for number_, cut in enumerate(cuts) if cut[3:] != [last, True]), None)
     said = f"step {last}, saved after the power cut in operation {(bad or 0) // 3 + 1}"
-    found = short(cuts[bad][3:] if bad is not None else "no power cuts")
-    return kit.unless(cuts and bad is None, said, found)
+    shown = short(cuts[bad][3:] if bad is not None else "no power cuts")
+    return kit.unless(cuts and bad is None, said, shown)
 
 
 def notices_damage(case: Case, seen: Seen) -> Miss | None:
@@ -198,8 +198,8 @@ def keeps_few(case: Case, seen: Seen) -> Miss | None:
     """As many files as the kept checkpoints need, and one more for each."""
     kept = case.inputs["parts"][-case.inputs["keep"] :]
     limit, files = sum(len(parts) + 1 for parts in kept), items(seen, 0, "files", str)
-    found = f"{len(files)}: {short(files)}"
-    return kit.unless(0 < len(files) <= limit, f"at most {limit} files at the end", found)
+    shown = f"{len(files)}: {short(files)}"
+    return kit.unless(0 < len(files) <= limit, f"at most {limit} files at the end", shown)
 
 
 SAVING = Task(

@@ -79,8 +79,8 @@ def each_element_once(case: Case, seen: Seen) -> Miss | None:
     every_run = [run for mine in runs(case, seen) for run in mine]
     held = sorted((index, first + offset) for index, first, count in every_run for offset in range(count))
     every = [(index, offset) for index, size in enumerate(case.inputs["sizes"]) for offset in range(size)]
-    found = f"{len(set(held))} of {len(every)}, {len(held) - len(set(held))} twice"
-    return kit.unless(held == every, "every element on one rank", found)
+    shown = f"{len(set(held))} of {len(every)}, {len(held) - len(set(held))} twice"
+    return kit.unless(held == every, "every element on one rank", shown)
 
 
 def evenly(case: Case, seen: Seen) -> Miss | None:
@@ -211,8 +211,8 @@ def shards_of_mean(case: Case) -> list[np.ndarray]:
 @kit.each_rank
 def freed(case: Case, seen: Seen, rank: int) -> Miss | None:
     most, left = number(seen, rank, "most whole gradients"), number(seen, rank, "left")
-    found = f"{most:.0f}, and {left:.0f} after"
-    return kit.unless(most <= 1 and left <= 0, "one whole gradient at a time, none after backward", found)
+    shown = f"{most:.0f}, and {left:.0f} after"
+    return kit.unless(most <= 1 and left <= 0, "one whole gradient at a time, none after backward", shown)
 
 
 @kit.each_rank

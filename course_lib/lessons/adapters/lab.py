@@ -174,7 +174,11 @@ def loaded(folder: Path, *, way: str = "FSDP2", sliced: bool = True) -> dict[str
             for weight in model.parameters():
                 log.hold(weight, "parameters")
         optimizer = torch.optim.AdamW(model.parameters())
-        engine: Any = (Zero3 if way == "ZeRO-3" else shard_with_torch)(model, optimizer, filled_later=sliced)
+        engine: Any = (
+            Zero3(model, optimizer, filled_later=sliced)
+            if way == "ZeRO-3"
+            else shard_with_torch(model, optimizer, filled_later=sliced)
+        )
         files = sliced_weights.SlicedWeights(folder)
         if sliced and way == "ZeRO-3":
             sliced_weights.fill(engine.shards(), files)
