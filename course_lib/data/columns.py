@@ -63,7 +63,8 @@ def check_text(features: datasets.Features, name: str, split: str) -> None:
         raise DataError(
             f"column `{name}` of the {split} split holds {shown(kind)}, not text",
             f"name another with --text_column, or make text of it first: numbers and dates by frame[{name!r}]"
-            f".astype(str), bytes by .str.decode('utf-8'), lists of words by .map(' '.join), conversations by tokenizer.apply_chat_template",
+            f".astype(str), bytes by .str.decode('utf-8'), lists of words by .map(' '.join), conversations by "
+            "tokenizer.apply_chat_template",
         )
 
 
