@@ -3,24 +3,39 @@
 The configuration, ``course train --explain``, the planner, the documentation and lesson 08 read it.
 """
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 from course_lib.config.axes import AXES, ENGINES, Leaves, Refusal, merged
-from course_lib.config.learning import AdapterConfig, DataConfig, ModelConfig, OptimConfig, OutputConfig, RunConfig
-from course_lib.config.monitoring import MonitorConfig, TrackingConfig
-from course_lib.config.parallel import CommunicationConfig, ParallelConfig, PipelineConfig
 from course_lib.config.refusals import NAMES, REFUSALS, SHARDED
 
-_MODEL = (DataConfig, ModelConfig, AdapterConfig, OptimConfig)
-_RANKS = (ParallelConfig, PipelineConfig, CommunicationConfig)
-_RUN = (RunConfig, OutputConfig, TrackingConfig, MonitorConfig)
 PLAIN: Leaves = {
-    **{leaf.name: leaf.default for section in (*_MODEL, *_RANKS, *_RUN) for leaf in dataclasses.fields(section)},
+    "training_type": "accelerated",
+    "strategy": "ddp",
+    "engine": None,
+    "tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "context_parallel_size": 1,
+    "expert_parallel_size": 1,
+    "communication": "all_reduce",
+    "shard_group_size": None,
+    "offload": "none",
+    "torch_compile": False,
+    "activation_checkpointing": False,
+    "mixed_precision": "auto",
+    "lora_r": None,
+    "load_in_4bit": False,
+    "optimizer": "adamw",
+    "watch": "none",
+    "async_save": False,
+    "schedule": "1f1b",
+    "split_batches": False,
     "task": "causal_lm",
+    "cpu_kernels": "auto",
+    "profile": False,
+    "device": "auto",
 }
-"""A run of a language model that chooses nothing: what else an axis is looked at beside."""
+"""A run of a language model that chooses none of it: what else an axis is looked at beside."""
 OURS_FIRST = ("pipeline", "tensor", "experts", "communication")
 """Axes by which the default engine is the course's own, where it has the layout."""
 LAYOUT = {"basic", "accelerated", "pipeline", "ddp", *SHARDED.split("|"), *NAMES, "context", *OURS_FIRST}

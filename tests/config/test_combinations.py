@@ -5,7 +5,7 @@ import re
 import pytest
 
 from course_lib.commands.explain import explained
-from course_lib.config import build, combinations, option
+from course_lib.config import build, combinations, option, options
 from course_lib.config.axes import WHOLE_BACKWARD
 from course_lib.config.combinations import PLAIN
 from course_lib.config.refusals import REFUSALS
@@ -51,6 +51,11 @@ def test_every_row_is_told_in_one_line_and_its_cure_is_one(row):
         named = [(name, value) for name, value in named if value in option(name).choices]
         if named:
             assert refused({**given, **dict(named)}) is None, (given, error.instead)
+
+
+def test_a_run_that_chooses_nothing_is_one_of_the_defaults():
+    defaults = {o.name: o.default for o in options()}
+    assert {name: defaults[name] for name in PLAIN} == {**PLAIN, "task": "classification"}
 
 
 def test_the_page_shows_the_table_and_explain_reads_it():
