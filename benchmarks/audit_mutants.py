@@ -50,7 +50,7 @@ class Mutant:
 
 
 def read_mutants() -> list[Mutant]:
-    """Of audit_mutants.tsv, whose columns are the attributes."""
+    """Mutants of audit_mutants.tsv, whose columns are the attributes."""
     with (HERE / "audit_mutants.tsv").open(encoding="utf-8", newline="") as lines:
         rows = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
         return [Mutant(**row | {"at": int(row["at"])}) for row in rows]

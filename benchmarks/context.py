@@ -196,7 +196,7 @@ def one_step(attention: Attention, inputs: list[Tensor], upstream: Tensor) -> li
 
 
 def rows(args: Namespace, found: list[dict[str, dict]]) -> Iterator[tuple]:
-    """Of each system step time, ratio to the peer, bytes, formula, balance."""
+    """Rows by system: step time, ratio to the peer, bytes, formula, balance."""
     shape = {
         "rows": args.rows,
         "heads": args.heads,

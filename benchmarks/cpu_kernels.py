@@ -19,7 +19,7 @@ from tests.training import kernel_sweep
 
 
 def cells(row: kernel_sweep.Row) -> tuple[str, ...]:
-    """Of a model that was built."""
+    """Cells of the row of a model that was built."""
     exact = "to the bit" if row.logits == row.gradient == 0 else f"{row.logits:.1e}, {row.gradient:.1e}"
     words = ("to the bit" if equal else "DIFFERS" for equal in (row.evaluation, row.training))
     return row.name, *words, exact, row.attention

@@ -140,7 +140,7 @@ SYSTEMS = [
 
 
 def model_of(args: Namespace) -> GPT2LMHeadModel:
-    """The same weights on every call."""
+    """GPT-2 with the same weights on every call."""
     torch.manual_seed(0)
     sizes = {"n_layer": args.layers, "n_embd": args.hidden, "n_positions": args.length}
     return GPT2LMHeadModel(GPT2Config(n_head=4, vocab_size=VOCABULARY, **sizes))
@@ -169,7 +169,7 @@ def measure(args: Namespace) -> dict[tuple[str, str], tuple[list[float], int]]:
 
 
 def rows(found: dict[tuple[str, str], tuple[list[float], int]]) -> Iterator[tuple]:
-    """Of each system step time, ratio to the peers, peak memory."""
+    """Rows by system: step time, ratio to the peers, peak memory."""
     for (strategy, engine), (taken, peak) in found.items():
         against = [
             f"{statistics.median(ratios(found[peer][0], taken)):.2f} × {' '.join(peer)}"

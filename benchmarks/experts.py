@@ -227,7 +227,7 @@ def balance(args: Namespace, tokens: Tensor) -> dict[str, list[float]]:
 
 
 def rows(found: list[dict[str, dict]]) -> Iterator[tuple]:
-    """Of each system step time, processor's time, ratios to the peer, bytes, formula, dropped, and the busiest rank."""
+    """Rows by system: times of step and processor, ratios to the peer, bytes, formula, dropped, the busiest rank."""
     cpu = {
         name: statistics.median(map(sum, zip(*(one[name]["cpu"] for one in found), strict=True))) for name in AGAINST
     }

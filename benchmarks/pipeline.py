@@ -43,7 +43,7 @@ ENGINES: dict[str, Callable] = {"ours": PipelineExecutor, "torch": TorchPipeline
 
 
 def model_of(args: Namespace) -> GPT2LMHeadModel:
-    """The same weights on every call."""
+    """GPT-2 with the same weights on every call."""
     torch.manual_seed(0)
     sizes = {"n_layer": args.layers, "n_embd": args.hidden, "n_positions": args.length}
     return GPT2LMHeadModel(GPT2Config(n_head=4, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes))

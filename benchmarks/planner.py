@@ -217,7 +217,7 @@ def publication(source: str) -> str:
 
 
 def coverage(found: list[Compared]) -> Iterator[tuple[str, ...]]:
-    """How often the intervals hold without a row's source, and without its publication."""
+    """Rows: how often the intervals hold without a row's source, and without its publication."""
     left_out = held(found), held(found, publication)
     for title, belongs in groups():
         inside = ([holds for each, holds in rows if belongs(each)] for rows in left_out)

@@ -176,7 +176,7 @@ def report(found: list[Run]) -> Iterator[str]:
 
 
 def speeds(went: list[Run]) -> Iterator[tuple]:
-    """Of each regime the error, and how often the interval holds."""
+    """Rows by regime: the error, and how often the interval holds."""
     for regime in (*intervals.REGIMES, "all"):
         members = [run for run in went if regime in (run.regime, "all")]
         if members:

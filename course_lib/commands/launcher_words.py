@@ -98,7 +98,7 @@ def _leaves(options: Mapping[str, str | list[str]]) -> Leaves:
 
 _FILE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 WORDS = tuple(_word(name, about or {}) for name, about in _FILE["environment"].items())
-"""What the launcher of Accelerate leaves in the environment for the script that it starts. A `*` stands for any end."""
+"""Environment that the launcher of Accelerate leaves to the script it starts. A `*` stands for any end."""
 FILE_WORDS = tuple(_word(name, about or {}) for name, about in _FILE["deepspeed_file"].items())
 """Keys of the file that ``--deepspeed_config_file`` names."""
 READ_BY_OTHERS = {name for names in _FILE["read_by_others"].values() for name in names}

@@ -13,11 +13,11 @@ from course_lib.errors import ConfigError
 
 NAMED = json.loads(resources.files("course_lib.config").joinpath("trainer_names.json").read_text(encoding="utf-8"))
 ALIASES: dict[str, str] = NAMED["aliases"]
-"""What the Hugging Face Trainer, Accelerate and common scripts call fields."""
+"""Names that the Hugging Face Trainer, Accelerate and common scripts give to fields."""
 TRANSLATED: dict[str, dict[str, Any]] = NAMED["translated"]
 """Arguments whose values are written otherwise here: in words, and as fields; a value that is not listed is refused."""
 ALWAYS: dict[str, list[str]] = NAMED["always"]
-"""Of some arguments the one value that holds here, and what there is instead of another."""
+"""Arguments of which one value holds here, with what there is instead of another."""
 ABSENT: dict[str, str] = NAMED["absent"]
 """Arguments without a counterpart, and what to do instead; DeepSpeed's launcher starts scripts with the last."""
 NAMES = (*TRANSLATED, *ALWAYS, *ABSENT, "hub_model_id", "greater_is_better")

@@ -32,7 +32,7 @@ class Reader:
 
     @property
     def instead(self) -> str:
-        """What to do."""
+        """Cure that a message names."""
         return f"{self.add}, or leave it out" if self.add else "leave it out"
 
 

@@ -37,7 +37,7 @@ BATCH_BYTES = 1 << 22
 """At most, of a batch of Parquet; and RECORD_ROWS rows."""
 
 BUFFER_BYTES = 1 << 20
-"""Of a column of Parquet, read at a time."""
+"""Bytes of a column of Parquet that are read at a time."""
 
 
 @dataclass(frozen=True)

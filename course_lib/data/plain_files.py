@@ -25,7 +25,7 @@ OPENERS: dict[str, Callable[[Path], Any]] = {
     ".xz": lzma.open,
     ".zst": lambda path: pa.CompressedInputStream(str(path), "zstd"),
 }
-"""What opens compressed files, by their last suffix; the one before says what is in them."""
+"""Openers of compressed files by last suffix; the one before says what is in them."""
 
 MARKS = {
     codecs.BOM_UTF32_LE: "utf-32",

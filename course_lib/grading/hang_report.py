@@ -30,11 +30,11 @@ def recorded(record: RankState) -> Iterator[None]:
     """Note this rank's calls on an emptied record; one that leaves without an exception has returned."""
     record.memory[:] = bytes(SIZE)
     recorder = FlightRecorder(record)
-    record.page.flags.state = RUNNING
+    record.fields.flags.state = RUNNING
     recorder.start()
     try:
         yield
-        record.page.flags.state = LEFT
+        record.fields.flags.state = LEFT
     finally:
         recorder.stop()
 

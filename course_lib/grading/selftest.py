@@ -117,7 +117,7 @@ def table(tasks: Mapping[str, Task] | Iterable[Task] = TASKS, folder: Path | Non
 def reports(
     task: Task, answers: Sequence[tuple[Callable[..., Any], float, float]], cases: Sequence[Case]
 ) -> list[Report]:
-    """What a check says of several answers, each with its `CheckJob.seconds` and `CheckJob.most`."""
+    """Reports of a check on several answers, each with its `CheckJob.seconds` and `CheckJob.most`."""
     jobs = [
         [CheckJob(task, function, case, number, seconds, most) for case in cases]
         for number, (function, seconds, most) in enumerate(answers)

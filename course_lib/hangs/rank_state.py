@@ -55,7 +55,7 @@ class _Entry(ctypes.Structure):
     ]
 
 
-class _Page(ctypes.Structure):
+class _Fields(ctypes.Structure):
     """All that a rank says of itself."""
 
     _fields_ = [
@@ -72,7 +72,7 @@ class _Page(ctypes.Structure):
     ]
 
 
-SIZE = ctypes.sizeof(_Page)
+SIZE = ctypes.sizeof(_Fields)
 
 Life = Literal["running", "stopped", "dead", "late", "silent", "left", "failed", "unseen"]
 
@@ -171,7 +171,7 @@ class RankState:
     """Record of one rank, which that rank alone writes.
 
     Attributes:
-        page: its numbers, to be read and set.
+        fields: its numbers, to be read and set.
     """
 
     def __init__(self) -> None:
@@ -179,8 +179,8 @@ class RankState:
         if self.descriptor >= 0:
             os.ftruncate(self.descriptor, SIZE)
         self.memory = mmap.mmap(self.descriptor, SIZE)
-        self.page = _Page.from_buffer(self.memory)
-        self._calls, self._orders = list(self.page.calls), list(self.page.orders)  # views of the same memory
+        self.fields = _Fields.from_buffer(self.memory)
+        self._calls, self._orders = list(self.fields.calls), list(self.fields.orders)  # views of the same memory
         self._slots: dict[str, int] = {}
         self._kept: dict[int, int] = {}  # by serial, where a call is that was kept for longer
 
@@ -192,9 +192,9 @@ class RankState:
     def write_words(self, words: dict[str, Any]) -> None:
         """Leave words for the others; what is too long loses its middle."""
         text = json.dumps({key: _cut(word) if isinstance(word, str) else word for key, word in words.items()}).encode()
-        self.page.has_words = False
-        self.page.words = text
-        self.page.has_words = True
+        self.fields.has_words = False
+        self.fields.words = text
+        self.fields.has_words = True
 
     def write_call(
         self, serial: int, sequence: int, at: float, step: int, stream: str, text: bytes, batch: int = 0
@@ -214,7 +214,7 @@ class RankState:
         entry, free = self._entry(serial), set(range(CALLS, CALLS + KEPT)) - set(self._kept.values())
         if entry is not None and free:
             slot = self._kept[serial] = min(free)
-            self.page.calls[slot] = entry
+            self.fields.calls[slot] = entry
 
     def mark(self, serial: int, state: int, waited: int = 0) -> None:
         """Set the state of a call that is still kept and, unless it has ended, ``waited``; both as in `Call`."""
@@ -244,29 +244,29 @@ def read_record(content: bytes | mmap.mmap, rank: int, pid: int, host: str, life
         life: what the kernel says of the process, where it can be asked.
         now: by the clock of the record's writer.
     """
-    page = _Page.from_buffer_copy(content)
-    calls = sorted(filter(None, map(_call, page.calls)), key=lambda call: call.serial)
-    words = _json(page.words) if page.has_words else None
-    if page.flags.state == LEFT or (page.flags.state == FAILED and life != "dead"):
-        life = "left" if page.flags.state == LEFT else "failed"
-    elif page.flags.declared and life == "dead":  # its watchdog has ended it, and the record says how it was before
+    fields = _Fields.from_buffer_copy(content)
+    calls = sorted(filter(None, map(_call, fields.calls)), key=lambda call: call.serial)
+    words = _json(fields.words) if fields.has_words else None
+    if fields.flags.state == LEFT or (fields.flags.state == FAILED and life != "dead"):
+        life = "left" if fields.flags.state == LEFT else "failed"
+    elif fields.flags.declared and life == "dead":  # its watchdog has ended it, and the record says how it was before
         life = "running"
-    progressed_at = max([page.progressed_at, *(call.at for call in calls[-1:])])
+    progressed_at = max([fields.progressed_at, *(call.at for call in calls[-1:])])
     return RankSnapshot(
         rank,
         life,
         pid,
         host,
-        page.steps - 1,
+        fields.steps - 1,
         now - progressed_at,
-        now - page.looked_at,
-        page.placed_at,
-        page.spins,
+        now - fields.looked_at,
+        fields.placed_at,
+        fields.spins,
         tuple(calls),
-        {order.stream: order.sequence for order in page.orders},
+        {order.stream: order.sequence for order in fields.orders},
         words or {},
-        page.flags.declared,
-        page.flags.reported,
+        fields.flags.declared,
+        fields.flags.reported,
     )
 
 

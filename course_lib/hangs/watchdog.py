@@ -119,7 +119,7 @@ class Watchdog:
     def beat(self, step: int) -> None:
         """Say that a step is done."""
         self._recorder.step = step
-        self._exchange.record.page.steps = step + 1
+        self._exchange.record.fields.steps = step + 1
         self._beats += 1
 
     def __exit__(
@@ -174,13 +174,13 @@ class Watchdog:
         ended, mark = not self._error_of_backend and self._recorder.look(), (self._recorder.serial, self._beats)
         if ended or mark != self._mark:
             self._progressed = self._moved = now
-            self._exchange.record.page.spins = False
+            self._exchange.record.fields.spins = False
         elif now - max(self._moved, self._measured) > min(MEASURE_SECONDS, self.seconds / 10):
             self._look_at_work(now)
         self._looked, self._mark = now, mark
         self._say()
-        page = self._exchange.record.page
-        page.looked_at, page.progressed_at, page.placed_at = now, self._progressed, now
+        fields = self._exchange.record.fields
+        fields.looked_at, fields.progressed_at, fields.placed_at = now, self._progressed, now
 
     def _look_at_work(self, now: float) -> None:
         """Count what is no collective as progress, too: work, for as long as that may take."""
@@ -188,7 +188,7 @@ class Watchdog:
         # In CUDA's hands a thread spins, whether the GPU works or waits for another (cudaDeviceScheduleAuto).
         stands = torch.cuda.is_initialized() and position == self._position
         is_busy, is_first = self._activity.is_busy(stands), self._measured < self._moved
-        self._exchange.record.page.spins = stands and self._activity.main_spins
+        self._exchange.record.fields.spins = stands and self._activity.main_spins
         is_in_time = now - self._moved < BUSY_FACTOR * self.seconds
         works = is_busy and is_in_time and not is_first and not self._recorder.is_waiting
         if works or self._recorder.is_debugged():  # whoever looks at a rank may take their time
@@ -209,7 +209,7 @@ class Watchdog:
         self._exchange.record.write_words({"file": file, "line": line, **words})
 
     def _write_flags(self, reported: bool = False) -> None:
-        self._exchange.record.page.flags = Flags(self._state, self._declared, reported)
+        self._exchange.record.fields.flags = Flags(self._state, self._declared, reported)
 
     def _report(self) -> None:
         """Report, together with all ranks that answer, and end."""

@@ -93,7 +93,7 @@ class RankSupervisor:
         self.selector = selectors.DefaultSelector()
 
     def watch(self) -> None:
-        """Until every rank has ended, by itself or from here."""
+        """Read and decide until every rank has ended, by itself or from here."""
         for rank, ends in enumerate(self.own):
             for kind, end in zip(RankEnds._fields, ends, strict=True):
                 self.selector.register(end, selectors.EVENT_READ, (rank, kind))

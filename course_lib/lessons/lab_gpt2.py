@@ -36,7 +36,7 @@ def gpt2_config(
 
 
 def gpt2(layers: int, width: int, tokens: int, vocabulary: int, *, seed: int = 0, **others: Any) -> GPT2LMHeadModel:
-    """The same weights on every call and every rank, on the CPU; it seeds torch.
+    """GPT-2 with the same weights on every call and every rank, on the CPU; it seeds torch.
 
     The other arguments are those of :func:`gpt2_config`.
     """

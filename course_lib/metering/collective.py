@@ -39,12 +39,12 @@ class Collective:
 
     @property
     def ended(self) -> bool:
-        """Whether it had, when its rank did."""
+        """Whether the transfer had ended when its rank did."""
         return not math.isnan(self.end)
 
     @property
     def dtype_name(self) -> str:
-        """As ``float32``."""
+        """Name of the dtype, such as ``float32``."""
         return str(self.dtype).removeprefix("torch.")
 
 

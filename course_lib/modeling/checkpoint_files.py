@@ -20,7 +20,7 @@ WHOLE_WEIGHTS = (
     "give a folder that save_pretrained wrote; sharded training state is made whole by DeepSpeed's zero_to_fp32.py or "
     "by `accelerate merge-weights`, and other forms (GGUF, ONNX, a pickle of one's own) by loading them in Python"
 )
-"""What to do where a folder's weights are in no form that is read here."""
+"""Cure for a folder whose weights are in no form that is read here."""
 
 
 def check(folder: Path) -> list[Path]:

@@ -33,7 +33,7 @@ class PerParamUnit(ShardedUnit):
     """
 
     param_columns: list[tuple[int, int]]
-    """Of each parameter o_j and c_j."""
+    """Columns (o_j, c_j) of each parameter."""
     arrived: Tensor | None = None
     """(N, L), while it travels."""
 

@@ -260,7 +260,7 @@ def remedy(model: Model, cluster: Cluster, plan: Plan) -> str:
 
 
 def _smallest_change(asked: _Asked) -> str:
-    """For a search that found nothing: what would let one layout in, as options to give."""
+    """Options that would let one layout in, after a search that found none."""
     cluster, chip = asked.cluster, asked.cluster.accelerator
     of_this_kind = partial(hardware.cluster, cluster.instance or chip.name, memory_gb=chip.memory / 2**30)
     larger = sorted(

@@ -314,8 +314,8 @@ def test_a_page_keeps_the_last_calls_and_every_streams_number():
     record = record_of(("rare", 5), *(("often", n) for n in range(1, CALLS + 40)))
     record.mark(1, ENDED)  # overwritten long ago
     record.mark(CALLS + 40, WAITED_FOR)
-    record.page.steps = 12
-    record.page.looked_at, record.page.progressed_at, record.page.placed_at = 99.0, 90.0, 98.0
+    record.fields.steps = 12
+    record.fields.looked_at, record.fields.progressed_at, record.fields.placed_at = 99.0, 90.0, 98.0
     record.write_words({"file": "a.py", "line": 5, "stacks": "x" * 50_000})
     seen = read(record)
     assert len(seen.calls) == CALLS and [each.line for each in seen.calls] == list(range(41, CALLS + 41))
@@ -385,7 +385,7 @@ def test_a_call_fits_into_its_place_by_the_end_of_its_path_and_then_without_its_
 )
 def test_who_left_or_was_ended_by_its_watchdog_did_not_die_in_training(state, declared, life, shown):
     record = record_of(("0", 1))
-    record.page.flags = Flags(state, declared)
+    record.fields.flags = Flags(state, declared)
     seen = read(record, life)
     assert (seen.life, seen.declared, seen.reported) == (shown, declared, False)
 
@@ -402,7 +402,7 @@ def test_boards_on_one_machine_and_on_two(monkeypatch, machine):
 
         monkeypatch.setattr(Identity, "own", named)
         exchanges.append(RankStateExchange(number, 2, store, "test"))
-    exchanges[1].record.page.steps = 4
+    exchanges[1].record.fields.steps = 4
     assert exchanges[0].snapshots()[1].life == "unseen"
     opening = threading.Thread(target=exchanges[0].open)
     opening.start()
@@ -412,10 +412,10 @@ def test_boards_on_one_machine_and_on_two(monkeypatch, machine):
         until(lambda: exchanges[0].snapshots()[1].step == 3)
         assert exchanges[0].is_local(1) == (machine == "one")
         exchanges[1].record.write_words({"dead": [0]})
-        exchanges[1].record.page.flags.declared = True
+        exchanges[1].record.fields.flags.declared = True
         until(exchanges[0].is_alarming)
         assert exchanges[0].snapshots()[0].life == "dead", "so says rank 1"
-        exchanges[1].record.page.flags = Flags(LEFT)
+        exchanges[1].record.fields.flags = Flags(LEFT)
         exchanges.pop().close()
         until(lambda: exchanges[0].snapshots()[1].life == "left", what="its last word arrives")
         assert not exchanges[0].is_alarming()

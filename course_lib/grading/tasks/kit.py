@@ -24,7 +24,7 @@ with Path(__file__).with_name("exercises.csv").open(encoding="utf-8", newline=""
 """By name, in the order of the lessons, each exercise's row of exercises.csv, as text."""
 
 Oracle = Callable[[Case], Any]
-"""What is right in a case: a list by rank, or the same for all of them, or several of these by name or number."""
+"""Right answer of a case: a list by rank, or the same for all of them, or several of these by name or number."""
 
 
 def about(name: str) -> dict[str, Any]:
