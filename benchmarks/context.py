@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from benchmarks.harness import in_turn, join_ranks, milliseconds, options, publish, ratios, seconds, spread, table
+from benchmarks.harness import join_ranks, milliseconds, options, publish, ratios, seconds, spread, table
 from course_lib.launching.launch import launch
+from course_lib.lessons.turns import in_turns
 from course_lib.metering.meter import Meter
 from course_lib.parallel.context import Method, bytes_sent, context_attention
 from course_lib.parallel.sequence_layout import SequenceLayout, next_tokens, share_of_mean
@@ -155,7 +156,7 @@ def measure(args: Namespace) -> tuple[dict[str, dict], tuple[float, float]]:
             step()
         found[name] = {"off": off, "bytes": meter.bytes_sent, "pairs": layout.pairs(rank, causal=True)}
         steps[name] = partial(seconds, step, args.steps)
-    for name, rounds in in_turn(steps, args.rounds).items():
+    for name, rounds in in_turns(steps, args.rounds).items():
         found[name]["seconds"] = rounds
     losses = packed_losses(args)
     dist.destroy_process_group()

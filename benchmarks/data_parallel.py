@@ -22,11 +22,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from benchmarks.harness import (
     ON_GPUS,
-    in_turn,
     join_ranks,
     milliseconds,
     options,
@@ -37,6 +36,8 @@ from benchmarks.harness import (
     table,
 )
 from course_lib.launching.launch import launch
+from course_lib.lessons.lab_gpt2 import gpt2
+from course_lib.lessons.turns import in_turns
 from course_lib.metering.meter import Meter
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.fsdp import FullyShardedDataParallel
@@ -140,10 +141,8 @@ SYSTEMS = [
 
 
 def model_of(args: Namespace) -> GPT2LMHeadModel:
-    """GPT-2 with the same weights on every call."""
-    torch.manual_seed(0)
-    sizes = {"n_layer": args.layers, "n_embd": args.hidden, "n_positions": args.length}
-    return GPT2LMHeadModel(GPT2Config(n_head=4, vocab_size=VOCABULARY, **sizes))
+    """GPT-2 with the same weights on every call, and with dropout."""
+    return gpt2(args.layers, args.hidden, args.length, VOCABULARY, dropout=0.1)
 
 
 def measure(args: Namespace) -> dict[tuple[str, str], tuple[list[float], int]]:
@@ -163,7 +162,7 @@ def measure(args: Namespace) -> dict[tuple[str, str], tuple[list[float], int]]:
         peaks[name] = meter.peak_total
     gc.collect()
     steps = {name: partial(seconds, partial(system.step, ids), args.steps) for name, system in systems.items()}
-    found = in_turn(steps, args.rounds)
+    found = in_turns(steps, args.rounds)
     dist.destroy_process_group()
     return {name: (found[name], peaks[name]) for name in systems}
 

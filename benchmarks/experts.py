@@ -28,8 +28,9 @@ from torch.nn import functional as F
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from benchmarks.harness import in_turn, join_ranks, milliseconds, options, publish, ratios, seconds, spread, table
+from benchmarks.harness import join_ranks, milliseconds, options, publish, ratios, seconds, spread, table
 from course_lib.launching.launch import launch
+from course_lib.lessons.turns import in_turns
 from course_lib.metering.meter import Meter
 from course_lib.parallel.expert_dispatch import bytes_sent
 from course_lib.parallel.expert_router import TopKRouter, balance_loss, z_loss
@@ -197,7 +198,7 @@ def measure(args: Namespace) -> dict[str, dict[str, Any]]:
         found[name]["cpu"].append((time.process_time() - begin) / args.steps)
 
     stretches = {name: partial(seconds, partial(stretch, name)) for name in systems}
-    for name, taken in in_turn(stretches, args.rounds).items():
+    for name, taken in in_turns(stretches, args.rounds).items():
         found[name]["seconds"] = [each / args.steps for each in taken]
     found["balance"] = balance(args, mine.detach())
     dist.destroy_process_group()

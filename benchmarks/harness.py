@@ -1,19 +1,20 @@
-"""What benchmarks share: options, turns, clocks, tables, and the dated page that each writes beside itself.
+"""Shared parts of the benchmarks: options, clocks, ratios, tables, and the dated page that each writes beside itself.
 
     args = options(__doc__, ranks=2, rounds=12)
     found = launch(measure, args, num_processes=args.ranks)[0]
     publish("speed", "Speed", ("torch",), f"{args.ranks} ranks.", table("what | ratio", rows))
 
-where ``measure`` runs on every rank, and gives ``in_turn({name: lambda: seconds(step), ...}, args.rounds)``.
+where ``measure`` runs on every rank, and gives ``in_turns({name: lambda: seconds(step), ...}, args.rounds)`` of
+``course_lib.lessons.turns``.
 """
 
 import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,6 @@ from course_lib.system import machine
 from course_lib.writing import write_text
 
 HERE = Path(__file__).resolve().parent
-Name = TypeVar("Name", bound=Hashable)
-Found = TypeVar("Found")
 
 
 def options(description: str | None, **arguments: Any) -> argparse.Namespace:
@@ -99,25 +98,6 @@ def _wait() -> None:
         torch.cuda.synchronize()
     if dist.is_initialized():
         dist.barrier()
-
-
-def in_turn(systems: Mapping[Name, Callable[[], Found]], rounds: int, warm_up: int = 0) -> dict[Name, list[Found]]:
-    """Results of each system, one per round; no round is left out.
-
-    They take turns, forward and back through the list, so that a drift of the machine meets them all.
-
-    Args:
-        systems: what to call, by name.
-        rounds: in which each is called once.
-        warm_up: rounds before these.
-    """
-    found: dict[Name, list[Found]] = {name: [] for name in systems}
-    for number in range(-warm_up, rounds):
-        for name in list(systems)[:: 1 if number % 2 else -1]:
-            result = systems[name]()
-            if number >= 0:
-                found[name].append(result)
-    return found
 
 
 def ratios(numbers: Sequence[float], others: Sequence[float]) -> list[float]:

@@ -15,9 +15,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from benchmarks.harness import in_turn, options, publish, ratios, seconds, table
+from benchmarks.harness import options, publish, ratios, seconds, table
 from course_lib.launching.launch import launch
 from course_lib.lessons.adapters import lab
+from course_lib.lessons.turns import in_turns
 
 
 def with_pefts_adapters(ours: nn.Module) -> nn.Module:
@@ -49,7 +50,7 @@ def in_pairs(pairs: int) -> tuple[float, float]:
 
         return step
 
-    found = in_turn({name: partial(seconds, steps_of(model)) for name, model in models.items()}, pairs, warm_up=3)
+    found = in_turns({name: partial(seconds, steps_of(model)) for name, model in models.items()}, pairs, warm_up=3)
     ids = torch.randint(512, (8, 64), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = [model(input_ids=ids).logits for model in models.values()]

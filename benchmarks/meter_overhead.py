@@ -8,9 +8,10 @@ Steps with and without take turns, so that both meet the same machine; the ratio
 import statistics
 from functools import partial
 
-from benchmarks.harness import in_turn, join_ranks, milliseconds, options, publish, ratios, seconds, table
+from benchmarks.harness import join_ranks, milliseconds, options, publish, ratios, seconds, table
 from benchmarks.small_gpt2 import BATCH, ENGINES, TOKENS, training
 from course_lib.launching.launch import launch
+from course_lib.lessons.turns import in_turns
 from course_lib.metering.meter import Meter
 
 
@@ -23,7 +24,7 @@ def measure(engine: str, width: int, pairs: int) -> tuple[dict[str, list[float]]
         with Meter(model, optimizer):
             return seconds(train)
 
-    found = in_turn({"without": partial(seconds, train), "with": metered}, pairs, warm_up=3)
+    found = in_turns({"without": partial(seconds, train), "with": metered}, pairs, warm_up=3)
     with Meter(model, optimizer) as meter:
         train()
     return found, len(meter.collectives)

@@ -17,11 +17,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from benchmarks.harness import (
     ON_GPUS,
-    in_turn,
     join_ranks,
     milliseconds,
     options,
@@ -32,6 +31,8 @@ from benchmarks.harness import (
     table,
 )
 from course_lib.launching.launch import launch
+from course_lib.lessons.lab_gpt2 import gpt2
+from course_lib.lessons.turns import in_turns
 from course_lib.modeling.stages import cut, split_evenly
 from course_lib.parallel.pipeline.executor import PipelineExecutor
 from course_lib.parallel.pipeline.schedules import KINDS, make
@@ -43,10 +44,8 @@ ENGINES: dict[str, Callable] = {"ours": PipelineExecutor, "torch": TorchPipeline
 
 
 def model_of(args: Namespace) -> GPT2LMHeadModel:
-    """GPT-2 with the same weights on every call."""
-    torch.manual_seed(0)
-    sizes = {"n_layer": args.layers, "n_embd": args.hidden, "n_positions": args.length}
-    return GPT2LMHeadModel(GPT2Config(n_head=4, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes))
+    """GPT-2 with the same weights on every call, and with dropout."""
+    return gpt2(args.layers, args.hidden, args.length, VOCABULARY, dropout=0.1)
 
 
 def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -74,7 +73,7 @@ def measure(args: Namespace) -> dict[str, dict[str, list[float]]]:
             for engine, make_engine in ENGINES.items()
         }
         steps = {name: partial(seconds, partial(step, engine), args.steps) for name, engine in engines.items()}
-        found[name] = in_turn(steps, args.rounds, warm_up=2)
+        found[name] = in_turns(steps, args.rounds, warm_up=2)
     dist.destroy_process_group()
     return found
 

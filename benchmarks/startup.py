@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import HERE, in_turn, options, publish, table
+from benchmarks.harness import HERE, options, publish, table
+from course_lib.lessons.turns import in_turns
 
 ROOT = HERE.parent
 REPEATS = 3
@@ -65,7 +66,7 @@ def cpu_seconds(command: list[str], folder: Path) -> float:
 
 def in_rounds(columns: Sequence[Callable[[], float]]) -> list[str]:
     """Medians of what takes turns."""
-    found = in_turn(dict(enumerate(columns)), REPEATS)
+    found = in_turns(dict(enumerate(columns)), REPEATS)
     return [f"{statistics.median(values):.2f}" for values in found.values()]
 
 

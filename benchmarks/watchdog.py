@@ -13,10 +13,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import in_turn, join_ranks, milliseconds, options, publish, ratios, seconds, table
+from benchmarks.harness import join_ranks, milliseconds, options, publish, ratios, seconds, table
 from benchmarks.small_gpt2 import BATCH, TOKENS, training
 from course_lib.hangs.watchdog import Watchdog
 from course_lib.launching.launch import launch
+from course_lib.lessons.turns import in_turns
 
 STEPS, COLLECTIVES = 5, 200
 
@@ -32,7 +33,7 @@ def measure(engine: str | None, width: int, pairs: int) -> dict[str, list[float]
             with Watchdog(600, folder):
                 return seconds(step, steps)
 
-        return in_turn({"without": partial(seconds, step, steps), "with": watched}, pairs, warm_up=1)
+        return in_turns({"without": partial(seconds, step, steps), "with": watched}, pairs, warm_up=1)
 
 
 def main() -> None:

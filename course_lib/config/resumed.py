@@ -33,9 +33,13 @@ class Rule(NamedTuple):
 
 
 _HELD = resources.files("course_lib.config").joinpath("resumed.yaml").read_text(encoding="utf-8")
-RULES = tuple(Rule(**rule) for rule in yaml.safe_load(_HELD).values())
+_BY_NAME = {name: Rule(**rule) for name, rule in yaml.safe_load(_HELD).items()}
+RULES = tuple(_BY_NAME.values())
 """Every field of a config stands in one of them."""
-APPLIED, LOOKED, JUDGING, BATCH, ROWS, MODEL, ADAPTER, SAME, ELSEWHERE = RULES
+APPLIED, LOOKED, JUDGING, BATCH, ROWS, MODEL, ADAPTER, SAME, ELSEWHERE = (
+    _BY_NAME[name]
+    for name in ("applied", "looked", "judging", "batch", "rows", "model", "adapter", "same", "elsewhere")
+)
 
 KEEPS_RANK_STATE = ("outer_lr", "outer_momentum", "topk_density")
 """Fields of communication under whose other values a rank goes on with what it alone had."""

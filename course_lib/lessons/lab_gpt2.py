@@ -9,15 +9,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 def gpt2_config(
     layers: int, width: int, tokens: int, vocabulary: int, *, heads: int = 4, dropout: float = 0.0, **others: Any
 ) -> GPT2Config:
-    """Of a GPT-2 whose runs can be compared.
+    """Config of a GPT-2 whose runs can be compared.
 
     Args:
-        layers: blocks.
+        layers: number of blocks.
         width: of the hidden state.
         tokens: the most in a row.
-        vocabulary: how many tokens there are.
-        heads: they divide the width.
-        dropout: everywhere where there is any.
+        vocabulary: number of tokens.
+        heads: of attention; they divide the width.
+        dropout: probability, wherever GPT-2 has dropout.
         **others: fields of ``GPT2Config``.
     """
     return GPT2Config(

@@ -8,17 +8,19 @@ Result = TypeVar("Result")
 
 
 def in_turns(ways: Mapping[Name, Callable[[], Result]], tries: int, warm_up: int = 0) -> dict[Name, list[Result]]:
-    """Results of each try of each way, by its name.
+    """Results by name of the way, one per try; no try is left out.
+
+    The ways are called forward and back through the list, try by try, so that a drift of the machine meets them all.
 
     Args:
-        ways: called one after the other, in every try.
-        tries: whose results are kept.
-        warm_up: tries before them.
+        ways: what to call, by name.
+        tries: number of times that each is called.
+        warm_up: number of tries before these, whose results are not kept.
     """
     results: dict[Name, list[Result]] = {name: [] for name in ways}
     for attempt in range(-warm_up, tries):
-        for name, way in ways.items():
-            result = way()
+        for name in list(ways)[:: -1 if attempt % 2 else 1]:
+            result = ways[name]()
             if attempt >= 0:
                 results[name].append(result)
     return results
