@@ -205,8 +205,8 @@ def _train_on(folder: Path, fault: Callable[[int], None]) -> int:
         dist.all_reduce(gradient)
         gradient.tolist()
         if dist.get_rank() == 0:
-            (folder / "step.writing").write_text(str(step + 1))
-            os.replace(folder / "step.writing", done)
+            done.write_text(str(step + 1))
+        dist.barrier()  # else rank 0 may be ended, as all are after the next step's death, before it has written
     return STEPS - first
 
 
