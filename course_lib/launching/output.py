@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import time
+from collections import deque
 from multiprocessing.connection import Connection
 
 # Escape codes that move the cursor or clear: they make no sense once lines of several ranks are mixed. Colours stay.
@@ -24,10 +25,14 @@ class LabelledOutput:
     Args:
         num_processes: number of ranks.
         show: False reads the output and drops it.
+
+    Attributes:
+        dropped: the last lines of each rank that were not shown.
     """
 
     def __init__(self, num_processes: int, show: bool = True):
         self._show = show
+        self.dropped: list[deque[str]] = [deque(maxlen=5) for _ in range(num_processes)]
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(num_processes)]
         self._unfinished = [""] * num_processes
         self._last_redraw = time.monotonic()
@@ -54,6 +59,7 @@ class LabelledOutput:
 
     def _write(self, rank: int, line: str, end: str) -> None:
         if not self._show:
+            self.dropped[rank].append(_last_state(line))
             return
         text = f"[rank {rank}] {_last_state(line)}".rstrip()
         over = "\r" if self._drawn or not end else ""

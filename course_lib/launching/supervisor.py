@@ -9,6 +9,7 @@ import struct
 import time
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -236,7 +237,7 @@ class RankSupervisor:
                 failures, key=lambda r: (failures[r].consequence, failures[r].summary == OF_A_WATCHDOG, failures[r].at)
             )
             said = {other: failure.summary for other, failure in failures.items() if other != rank}
-            error = RankError(rank, failures[rank], said)
+            error = RankError(rank, self._with_last_lines(rank, failures[rank]), said)
             if isinstance(error.cause, CourseError):
                 raise error.cause
             raise error from error.cause
@@ -248,6 +249,13 @@ class RankSupervisor:
                 stacklevel=3,
             )
         return [pickle.loads(self.outcomes[rank].value) for rank in range(len(self.own))]  # type: ignore[union-attr]
+
+    def _with_last_lines(self, rank: int, failure: Failure) -> Failure:
+        """A failure that tells, where the rank died without a word, what it printed last and nobody was shown."""
+        lines = self.shown.dropped[rank]
+        if failure.traceback or not lines:
+            return failure
+        return replace(failure, traceback="\n".join(["its last lines:", *lines]))
 
 
 def close(ends: Iterable[RankEnds]) -> None:

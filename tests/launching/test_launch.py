@@ -221,6 +221,23 @@ def test_output_can_be_dropped(capsys):
     assert capsys.readouterr().out == ""
 
 
+def say_why_and_die():
+    if rank() == 1:
+        os.system("echo libgomp: Thread creation failed >&2")
+        os._exit(1)
+    time.sleep(60)
+
+
+def test_a_death_without_a_word_tells_what_was_printed_last_where_it_was_not_shown(capsys):
+    for stream in (False, True):
+        with pytest.raises(RankError) as raised:
+            launch(say_why_and_die, stream=stream)
+        told = "rank 1 exited with code 1 before the function returned", "libgomp: Thread creation failed"
+        shown = capsys.readouterr().out
+        assert told[0] in str(raised.value) and told[1] in (shown if stream else str(raised.value))
+        assert shown.count(told[1]) + str(raised.value).count(told[1]) == 1
+
+
 def test_a_character_may_come_in_parts_and_of_a_rewritten_line_the_last_state_counts(capsys):
     shown = LabelledOutput(2)
     for from_rank, part in (

@@ -150,17 +150,17 @@ def _fit_from(weight: Tensor) -> dict[str, Any]:
 
 
 def out_of_memory(folder: Path) -> float:
-    """Every rank has room for 256 MiB more; the culprit's batch is a long one."""
-    _leave_room(256 * MIB)
-    activations = torch.ones(512 * MIB // 4 if is_culprit() else MIB)
+    """Every rank has room for 1 GiB more; the culprit's batch is a long one, of 2 GiB."""
+    _leave_room(1024 * MIB)
+    activations = torch.ones(2048 * MIB // 4 if is_culprit() else MIB)
     total = activations.mean()
     dist.all_reduce(total)
     return total.item()
 
 
 def micro_batches(folder: Path) -> float:
-    _leave_room(256 * MIB)
-    pieces = 32 if is_culprit() else 1
+    _leave_room(1024 * MIB)
+    pieces = 128 if is_culprit() else 1
     total = torch.zeros(())
     for _ in range(pieces):
         total += torch.ones(16 * MIB // 4).mean() / pieces
@@ -174,8 +174,10 @@ def _leave_room(size: int) -> None:
         free, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + min(size, free)) / total)
         return
+    torch.ones(16 * MIB // 4).mean()  # starts torch's threads, whose stacks and heaps would take from the room
     process, (_, hard) = psutil.Process(), resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (process.memory_info().vms, hard))
+    # The blocks are larger than what is left meanwhile, which Python and the message of a refusal need.
+    resource.setrlimit(resource.RLIMIT_AS, (process.memory_info().vms + size // 2, hard))
     _taken.extend(_kept_by_malloc(size))
     resource.setrlimit(resource.RLIMIT_AS, (process.memory_info().vms + size, hard))
 

@@ -168,6 +168,31 @@ def test_an_error_file_that_is_half_there_says_nothing(tmp_path):
     assert elastic._messages(tmp_path) == {0: {"message": "whole"}}
 
 
+def many_threads(threads):
+    """The cured run where torch computes with so many threads, each of which needs a stack and a heap."""
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo")
+    return numerical_faults.micro_batches(None)
+
+
+def test_threads_that_start_take_nothing_from_the_room():
+    assert launch(many_threads, 48, num_processes=2, device="cpu", timeout=240) == [2.0, 2.0]
+
+
+def room_for_little(monkeypatch):
+    """Bytes of small blocks that are to be had while malloc's large ones are taken."""
+    taken = []
+    monkeypatch.setattr(
+        numerical_faults, "_kept_by_malloc", lambda size: [taken.extend(bytearray(1000) for _ in range(100_000))]
+    )
+    numerical_faults._leave_room(2**28)
+    return sum(map(len, taken))
+
+
+def test_python_has_room_while_a_rank_leaves_itself_little(monkeypatch):
+    assert launch(room_for_little, monkeypatch, num_processes=1, device="cpu", timeout=240) == [100_000_000]
+
+
 def room_beside_freed_memory():
     """Whether 512 MiB are refused and 64 given where 256 are left, after malloc kept a GiB of what was freed."""
     keep_freed_memory()
