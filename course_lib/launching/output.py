@@ -27,7 +27,7 @@ class LabelledOutput:
         show: False reads the output and drops it.
 
     Attributes:
-        dropped: the last lines of each rank that were not shown.
+        dropped: by rank, the last five lines of those that were not shown.
     """
 
     def __init__(self, num_processes: int, show: bool = True):
@@ -46,7 +46,7 @@ class LabelledOutput:
         self._unfinished[rank] = "\r" + _last_state(rest) if "\r" in rest else rest
         for line in lines:
             self._write(rank, line, end="\n")
-        if "\r" in rest and _is_live() and time.monotonic() - self._last_redraw >= _REDRAW_SECONDS:
+        if "\r" in rest and self._show and _is_live() and time.monotonic() - self._last_redraw >= _REDRAW_SECONDS:
             self._write(rank, rest, end="")
             self._last_redraw = time.monotonic()
 

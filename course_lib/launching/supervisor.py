@@ -39,7 +39,7 @@ _OURS = tuple(f" in {function.__name__}" for function in (call_launched, run_ran
 
 
 class RankError(RuntimeError):
-    """A rank raised or died; printed with that rank's traceback.
+    """A rank raised or died; printed with that rank's traceback or, if it left none, its last lines not shown yet.
 
     Attributes:
         rank: the first to fail.
@@ -251,7 +251,7 @@ class RankSupervisor:
         return [pickle.loads(self.outcomes[rank].value) for rank in range(len(self.own))]  # type: ignore[union-attr]
 
     def _with_last_lines(self, rank: int, failure: Failure) -> Failure:
-        """A failure that tells, where the rank died without a word, what it printed last and nobody was shown."""
+        """The failure, with the last lines of a rank that left no traceback and whose output was not shown."""
         lines = self.shown.dropped[rank]
         if failure.traceback or not lines:
             return failure

@@ -151,35 +151,47 @@ def _fit_from(weight: Tensor) -> dict[str, Any]:
 
 def out_of_memory(folder: Path) -> float:
     """Every rank has room for 1 GiB more; the culprit's batch is a long one, of 2 GiB."""
-    _leave_room(1024 * MIB)
-    activations = torch.ones(2048 * MIB // 4 if is_culprit() else MIB)
+    with _room_for(1024 * MIB):
+        activations = torch.ones(2048 * MIB // 4 if is_culprit() else MIB)
     total = activations.mean()
     dist.all_reduce(total)
     return total.item()
 
 
 def micro_batches(folder: Path) -> float:
-    _leave_room(1024 * MIB)
     pieces = 128 if is_culprit() else 1
     total = torch.zeros(())
-    for _ in range(pieces):
-        total += torch.ones(16 * MIB // 4).mean() / pieces
+    with _room_for(1024 * MIB):
+        for _ in range(pieces):
+            total += torch.ones(16 * MIB // 4).mean() / pieces
     dist.all_reduce(total)
     return total.item()
 
 
-def _leave_room(size: int) -> None:
-    """Let this process have so many more bytes of the GPU, or of its address space, and no more."""
+@contextlib.contextmanager
+def _room_for(size: int) -> Iterator[None]:
+    """Let this process have so many more bytes of the GPU, or of its address space, and no more, in the block.
+
+    Only there, so that what tells of a refusal, and what talks to other ranks, has the room that it needs.
+    """
     if torch.get_default_device().type == "cuda":
         free, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + min(size, free)) / total)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
         return
     torch.ones(16 * MIB // 4).mean()  # starts torch's threads, whose stacks and heaps would take from the room
-    process, (_, hard) = psutil.Process(), resource.getrlimit(resource.RLIMIT_AS)
-    # The blocks are larger than what is left meanwhile, which Python and the message of a refusal need.
-    resource.setrlimit(resource.RLIMIT_AS, (process.memory_info().vms + size // 2, hard))
-    _taken.extend(_kept_by_malloc(size))
-    resource.setrlimit(resource.RLIMIT_AS, (process.memory_info().vms + size, hard))
+    process, before = psutil.Process(), resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        # Half of the room is too little for a block that malloc does not have, and enough for Python's objects.
+        resource.setrlimit(resource.RLIMIT_AS, (process.memory_info().vms + size // 2, before[1]))
+        _taken.extend(_kept_by_malloc(size))
+        resource.setrlimit(resource.RLIMIT_AS, (process.memory_info().vms + size, before[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 _taken: list[Tensor] = []

@@ -179,29 +179,34 @@ def test_threads_that_start_take_nothing_from_the_room():
     assert launch(many_threads, 48, num_processes=2, device="cpu", timeout=240) == [2.0, 2.0]
 
 
-def room_for_little(monkeypatch):
-    """Bytes of small blocks that are to be had while malloc's large ones are taken."""
+def room_for_small_blocks(monkeypatch):
+    """Bytes that Python gets in small blocks while malloc's large ones are taken."""
     taken = []
     monkeypatch.setattr(
         numerical_faults, "_kept_by_malloc", lambda size: [taken.extend(bytearray(1000) for _ in range(100_000))]
     )
-    numerical_faults._leave_room(2**28)
-    return sum(map(len, taken))
+    with numerical_faults._room_for(2**28):
+        return sum(map(len, taken))
 
 
-def test_python_has_room_while_a_rank_leaves_itself_little(monkeypatch):
-    assert launch(room_for_little, monkeypatch, num_processes=1, device="cpu", timeout=240) == [100_000_000]
+def test_python_has_room_while_the_large_blocks_are_taken(monkeypatch):
+    assert launch(room_for_small_blocks, monkeypatch, num_processes=1, device="cpu", timeout=240) == [100_000_000]
 
 
 def room_beside_freed_memory():
-    """Whether 512 MiB are refused and 64 given where 256 are left, after malloc kept a GiB of what was freed."""
+    """Whether 512 MiB are refused and 64 given where 256 are left, after malloc kept a GiB of what was freed.
+
+    Returns:
+        Bytes that were given of 64 MiB in the block, and of 512 MiB after it.
+    """
     keep_freed_memory()
     del [torch.empty(2**30, dtype=torch.uint8)][:]
-    numerical_faults._leave_room(2**28)
-    with pytest.raises(RuntimeError, match="can't allocate memory: you tried to allocate 536870912 bytes"):
-        torch.empty(2**29, dtype=torch.uint8)
-    return torch.empty(2**26, dtype=torch.uint8).nbytes
+    with numerical_faults._room_for(2**28):
+        given = torch.empty(2**26, dtype=torch.uint8).nbytes
+        with pytest.raises(RuntimeError, match="can't allocate memory: you tried to allocate 536870912 bytes"):
+            torch.empty(2**29, dtype=torch.uint8)
+    return given, torch.empty(2**29, dtype=torch.uint8).nbytes
 
 
 def test_freed_memory_that_a_process_has_kept_is_no_room():
-    assert launch(room_beside_freed_memory, num_processes=1, device="cpu", timeout=240) == [2**26]
+    assert launch(room_beside_freed_memory, num_processes=1, device="cpu", timeout=240) == [(2**26, 2**29)]
