@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest_plugins = ["tests.cpu_by_room", "tests.slices"]
+pytest_plugins = ["tests.cpu_by_room", "tests.ranks", "tests.slices"]
 CACHE = tempfile.mkdtemp(prefix="course-tests-")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's `make test &`: all that a test starts would ignore it
