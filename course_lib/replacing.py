@@ -2,7 +2,7 @@
 
 This is patching, by whatever name, and the last resort: only where another library acts by itself and has neither an
 argument nor a hook nor a class to derive from. What is ours gets one of those instead. Each user says why beside its
-call, and tests/test_rooms.py has the list.
+call, and docs/process-settings.md has the list.
 """
 
 import contextlib
