@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -27,18 +28,7 @@ EXTRAS = {
 }
 NOT_HERE = sorted({package for packages in BROUGHT_BY.values() for package in packages} | {"pytest"})
 PACKED_WITH_OTHERS = set(
-    [
-        "IPython",
-        "boto3",
-        "botocore",
-        "jinja2",
-        "traitlets",
-        "starlette",
-        "uvicorn",
-        "pygments",
-        "threadpoolctl",
-        "scipy",
-    ]
+    shlex.split("IPython boto3 botocore jinja2 traitlets starlette uvicorn pygments threadpoolctl scipy")
 )
 """Packages that come with those that the course asks for."""
 
@@ -255,14 +245,8 @@ def base(tmp_path):
 @pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
 def test_what_is_built_installs_and_works_in_an_empty_environment(built, base, tmp_path, kind):
     (archive,) = built.glob(kind)
-    uv = [
-        sys.executable,
-        *["-m", "uv", "pip", "install", "--no-deps", "--offline", "--no-build-isolation"],
-        "--python",
-        base,
-        archive,
-    ]
-    done = subprocess.run(uv, capture_output=True, text=True, timeout=800)
+    command = f"{sys.executable} -m uv pip install --no-deps --offline --no-build-isolation --python {base} {archive}"
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     (tmp_path / "elsewhere").mkdir()
     check(run_all([*COMMANDS, *NEEDS], tmp_path / "elsewhere", before="", python=base, PYTHONPATH=""))
