@@ -2,15 +2,12 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 from IPython.core.formatters import DisplayFormatter
 from IPython.core.pylabtools import select_figure_formats
 from matplotlib.patches import Patch
-from matplotlib.ticker import NullLocator
 
 from course_lib.figures import timelines
 from course_lib.figures.style import COLOURS, PREDICTED, alternative, canvas
-from course_lib.lessons.basic_loop import figures as steps
 from course_lib.lessons.pipeline import explorer
 from course_lib.lessons.start import figures as start
 from course_lib.lessons.tracking.figures import confusion
@@ -82,37 +79,11 @@ def test_bars_that_lie_points_and_cells_are_tables_too():
     assert of_points["rows"] == ["1\t3", "2\t4"] and of_cells["rows"] == ["0\t1\t2", "1\t3\t4"]
 
 
-def test_a_time_line_has_a_row_for_each_kind_in_each_lane():
-    with canvas("Who waits") as (figure, axes):
-        for rank in range(40):
-            axes.barh([rank] * 20, [1] * 20, left=range(0, 40, 2), label="forward")
-        axes.set(xlabel="ms", yticks=range(40), yticklabels=[f"rank {rank}" for rank in range(40)])
-    (table,) = shown(figure)[1]["image/png"]["numbers"]
-    assert table["columns"] == ["bar", "of", "from–to ms"] and len(table["rows"]) == 40
-    assert table["rows"][1].startswith("rank 1\tforward\t0–1, 2–3, ") and table["rows"][1].endswith("30–31, …")
-
-
 def test_numbered_blocks_have_a_row_for_each_kind_in_each_lane_too():
     figure = timelines.gantt({"": simulate(make("1f1b", 4, 8))}, "One table")
     (table,) = shown(figure)[1]["image/png"]["numbers"]
     assert len(table["rows"]) == 4 * 2
     assert table["rows"][0].startswith("rank 0\tforward\t0: 0–1, 1: 1–2, ")
-
-
-def test_lines_in_one_place_are_rows_and_panels_that_share_an_axis_share_its_words():
-    with canvas("Every try", ncols=2, sharey=True) as (figure, (tries, held)):
-        for row, values in enumerate([[1234.5, 1236], [2, 3]]):
-            tries.plot(values, [row, row], "o", label="a try")
-            held.barh(row, 7, label="held")
-        tries.axvline(5, label="limit")
-        tries.plot([0, 9], [0, 1])  # a guide for the eye
-        tries.plot([], [], label="nothing")
-        tries.set_yticks([0, 1], ["first", "second"])
-        tries.set_xlabel("ms")
-    of_tries, of_held = shown(figure)[1]["image/png"]["numbers"]
-    assert of_tries["columns"] == ["at", "of", "ms"]
-    assert of_tries["rows"] == ["first\ta try\t1234, 1236", "second\ta try\t2, 3", "everywhere\tlimit\t5"]
-    assert of_held["rows"] == ["first\theld\t7", "second\theld\t7"]
 
 
 def test_numbers_on_a_logarithmic_axis_have_no_neighbours_name():
@@ -123,17 +94,6 @@ def test_numbers_on_a_logarithmic_axis_have_no_neighbours_name():
         axes.set_yticks([1e-9, 1], ["equal", "$10^{0}$"])
     (table,) = shown(figure)[1]["image/png"]["numbers"]
     assert table["rows"] == ["1 rank\tequal", "2\t0.2", "4\t0.7"]
-
-
-def test_places_without_ticks_are_numbers_in_a_curve_and_nothing_beside_a_bar():
-    with canvas("Held", ncols=2) as (figure, (curve, bars)):
-        curve.plot([0, 1, 2], [3, 5, 3], label="MB")
-        curve.xaxis.set_major_locator(NullLocator())
-        bars.barh(1.5, 2, left=1, label="waiting")
-        bars.set_yticks([])
-    of_curve, of_bars = shown(figure)[1]["image/png"]["numbers"]
-    assert of_curve["rows"] == ["0\t3", "1\t5", "2\t3"]
-    assert of_bars["columns"] == ["of", "from", "to"] and of_bars["rows"] == ["waiting\t1\t3"]
 
 
 def test_panels_that_share_an_axis_share_its_unit():
@@ -152,17 +112,6 @@ def test_figures_of_words_and_of_cells_tell_their_tables():
     (table,) = shown(start.capabilities(checks))[1]["image/png"]["numbers"]
     assert table["columns"] == ["check", "state", "found", "what to do"]
     assert table["rows"] == ["fork\tok\t4 ranks in 0.1 s\t", "GPU\tcannot\tno device\trent one"]
-    grids = steps.padding_grids(
-        np.array([4, 1, 30]),
-        {"in order": [np.array([0, 1]), np.array([2])], "by length": [np.array([1]), np.array([0, 2])]},
-    )
-    (table,) = shown(grids)[1]["image/png"]["numbers"]
-    assert table["rows"] == [
-        "in order\t0\t2\t4\t38%",
-        "in order\t1\t1\t30\t0%",
-        "by length\t0\t1\t1\t0%",
-        "by length\t1\t2\t30\t43%",
-    ]
 
 
 def test_a_line_over_some_of_anothers_places_is_a_column_of_its_table():

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import nbformat
-import pandas as pd
 import pytest
 from IPython.display import Code
 
@@ -52,16 +51,6 @@ def test_source_is_the_real_one_with_its_docstring_and_a_link():
     code = notebook.source(notebook.takeaway)
     assert isinstance(code, Code) and code.data.startswith("def takeaway") and '"""Box' in code.data
     assert '"""' not in notebook.source(notebook.takeaway, doc=False).data
-    page = code._repr_html_()
     lines = Path(notebook.__file__).read_text(encoding="utf-8").splitlines()
     assert lines[code.first - 1].startswith("def takeaway") and "Takeaway" in lines[code.last - 1]
-    assert f"href='../course_lib/lessons/notebook.py#L{code.first}-L{code.last}'" in page
-    assert f"course_lib/lessons/notebook.py, lines {code.first}–{code.last}" in page
-    assert "font-family:ui-monospace" in page and "white-space:pre;overflow-x:auto" in page and "<style" not in page
-
-
-def test_a_table_of_words_is_set_to_the_left():
-    words = pd.DataFrame({"check": ["memory"], "found": ["18 GiB"]})
-    html = notebook.left_aligned(words).to_html()
-    assert html.count("text-align: left") == 2, "of heads and of cells"
-    assert html == notebook.left_aligned(words).to_html(), "the same each time, so that a stored page is"
+    assert f"href='../course_lib/lessons/notebook.py#L{code.first}-L{code.last}'" in code._repr_html_()

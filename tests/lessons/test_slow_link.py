@@ -58,13 +58,6 @@ def test_every_step_is_told_and_the_median_is_shown():
         assert waits.waited == sorted(waits.of_all)[1]
 
 
-# --- A link of a stated latency and rate -----------------------------------------------------------------------------
-
-
-def test_a_link_takes_its_latency_and_its_bytes():
-    assert Link(0.5).seconds(1e9) == 0.5 and Link(0.5, 100.0).seconds(200) == 2.5
-
-
 @pytest.mark.parametrize(("forward", "gather"), [(1.0, 0.5), (1.0, 1.0), (0.1, 1.0)])
 def test_on_paper_prefetch_hides_what_a_block_is_long_enough_to_hide(forward, gather):
     without, with_it = (timeline(3, forward, gather, 0.0, prefetch) for prefetch in (False, True))

@@ -20,14 +20,16 @@ TWO_BLOCKS = events(
     ("FSDP::root_pre_forward", 10, 11),
     ("FSDP::all_gather", 11, 12),
     ("FSDP::all_gather_copy_out", 13, 14),
-    ("FSDP::all_gather (model.h.0)", 15, 16),
-    ("FSDP::all_gather_copy_out (model.h.0)", 17, 18),
-    ("FSDP::pre_forward (model.h.0)", 15, 18),
-    ("FSDP::post_forward (model.h.0)", 20, 21),
-    ("FSDP::all_gather (model.h.1)", 21, 22),
-    ("FSDP::all_gather_copy_out (model.h.1)", 23, 24),
-    ("FSDP::pre_forward (model.h.1)", 21, 24),
-    ("FSDP::post_forward (model.h.1)", 26, 27),
+    *(
+        (f"FSDP::{event} (model.h.{block})", begin + 6 * block, end + 6 * block)
+        for block in (0, 1)
+        for event, begin, end in (
+            ("all_gather", 15, 16),
+            ("all_gather_copy_out", 17, 18),
+            ("pre_forward", 15, 18),
+            ("post_forward", 20, 21),
+        )
+    ),
     ("FSDP::all_gather (model.h.1)", 28, 29),
     ("FSDP::all_gather_copy_out (model.h.1)", 30, 31),
     ("FSDP::all_gather (model.h.0)", 31, 32),
@@ -43,6 +45,7 @@ TWO_BLOCKS = events(
 
 def test_spans_of_the_three_lanes_begin_with_the_first_event_of_the_engine():
     found = fsdp_events(TWO_BLOCKS)
+    assert [(event.block, event.begin) for event in found if event.early] == [(0, pytest.approx(21))]
     assert [(event.lane, event.block, event.begin, event.end) for event in found] == [
         ("all-gather", None, 1, 3),
         ("all-gather", 0, 5, 7),
@@ -56,8 +59,3 @@ def test_spans_of_the_three_lanes_begin_with_the_first_event_of_the_engine():
         ("compute", 0, 31, 35),
         ("reduce-scatter", 0, 36, 37),
     ]
-
-
-def test_a_gather_is_early_that_is_asked_for_before_another_block_computes():
-    early = [(event.block, event.begin) for event in fsdp_events(TWO_BLOCKS) if event.early]
-    assert early == [(0, pytest.approx(21))]

@@ -1,6 +1,4 @@
-"""The figures of lesson 00: all turns and their median, and text that stays on the page."""
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+"""The figures of lesson 00: all turns and their median."""
 
 from course_lib.lessons.start import figures as start
 
@@ -21,12 +19,3 @@ def test_all_turns_are_drawn_and_their_median_is_told():
 def test_the_title_says_both_times():
     figure = start.start_times({1: 2.0, 4: 8.0}, {1: [0.1, 0.2, 0.3], 4: [0.5, 0.4, 0.6]})
     assert figure.get_suptitle() == "4 processes start in 0.50 s; fresh interpreters would take 8.0 s"
-
-
-def test_what_to_do_stays_on_the_page():
-    long = "none is needed: every lesson runs on the CPU, and the same commands use a GPU where there is one"
-    figure = start.capabilities(
-        {"one GPU": ("cannot", "no GPU", long), "memory": ("ok", "18 GiB", ""), "many GPUs": ("slow", long, long)}
-    )
-    FigureCanvasAgg(figure).draw()
-    assert max(text.get_window_extent().x1 for axes in figure.axes for text in axes.texts) < figure.bbox.x1 - 8
