@@ -1,5 +1,6 @@
 """Drawn diagrams: whole, small, readable SVG; and what they show is what the library does."""
 
+import functools
 import itertools
 import threading
 from collections import Counter
@@ -41,52 +42,38 @@ GIB = 2**30
 SHARDED = Memory(0.5 * GIB, 0.5 * GIB, 1 * GIB, 12 * GIB, 3 * GIB, 2.5 * GIB, gradients_wait=False)
 WAITING = Memory(4 * GIB, 4 * GIB, 8 * GIB, 10 * GIB, 5 * GIB, 0)
 SMALL_BATCH = Memory(0.5 * GIB, 4 * GIB, 1 * GIB, 1 * GIB, 0.5 * GIB, 1 * GIB, gradients_wait=False)
+
+
+def over(draw, *sizes):
+    """A drawing at several sizes, each a number or the arguments."""
+    return [functools.partial(draw, *(size if isinstance(size, tuple) else (size,))) for size in sizes]
+
+
 DRAWN = {
-    "ring": [lambda n=n: collectives.ring(n) for n in (2, 3, 4)],
-    "all_reduce_in_two": [lambda n=n: collectives.all_reduce_in_two(n) for n in (2, 3, 4, 5)],
-    "buckets": [
-        data_parallel.buckets,
-        lambda: data_parallel.buckets(bucket_size=4, send_per_unit=0.5),
-        lambda: data_parallel.buckets({"a": 2, "b": 2, "c": 2}),
-    ],
-    "dealing": [
-        data_parallel.dealing,
-        lambda: data_parallel.dealing(24, 4, 2),
-        lambda: data_parallel.dealing(10, 4, 3),
-        lambda: data_parallel.dealing(5, 2, 4),
-        lambda: data_parallel.dealing(8, 4, 1),
-    ],
-    "no_sync": [lambda n=n: data_parallel.no_sync(n) for n in (2, 4, 5)],
-    "rendezvous": [
-        meeting.rendezvous,
-        lambda: meeting.rendezvous(1, 2),
-        lambda: meeting.rendezvous(2, 3),
-        lambda: meeting.rendezvous(1, 1),
-    ],
-    "step_memory": [
-        lambda h=h, n=n: memory.step_memory(h, n)
-        for h, n in ((SHARDED, 4), (SHARDED, 2), (SHARDED, 6), (WAITING, 4), (SMALL_BATCH, 4))
-    ],
-    "who_holds_what": [lambda n=n: sharding.who_holds_what(n) for n in (2, 3, 4)],
-    "fsdp_cuts": [lambda n=n: sharding.fsdp_cuts(n) for n in (2, 3, 4)],
-    "hybrid": [sharding.hybrid, lambda: sharding.hybrid(3, 2), lambda: sharding.hybrid(2, 8)],
-    "prefetch": [sharding.prefetch, lambda: sharding.prefetch(2, 1.5), lambda: sharding.prefetch(4, 1.0)],
-    "who_waits": [lambda n=n, k=k: pipelines.who_waits(n, k) for n in ("gpipe", "1f1b") for k in (2, 3)],
-    "the_v": [lambda n=n: pipelines.the_v(n) for n in (2, 4)],
-    "who_needs_what": [pipelines.who_needs_what],
-    "columns_then_rows": [lambda n=n: tensors.columns_then_rows(n) for n in (2, 3, 4)],
-    "sequence_parallel": [lambda n=n: tensors.sequence_parallel(n) for n in (2, 3, 4)],
-    "keys_on_the_ring": [lambda n=n: sequences.keys_on_the_ring(n) for n in (2, 3, 4)],
-    "who_computes_which_scores": [lambda n=n: sequences.who_computes_which_scores(n) for n in (2, 3, 4)],
+    "ring": over(collectives.ring, 2, 3, 4),
+    "all_reduce_in_two": over(collectives.all_reduce_in_two, 2, 3, 4, 5),
+    "buckets": over(data_parallel.buckets, (), ({"a": 2, "b": 2, "c": 2},)),
+    "dealing": over(data_parallel.dealing, (), (24, 4, 2), (10, 4, 3), (5, 2, 4), (8, 4, 1)),
+    "no_sync": over(data_parallel.no_sync, 2, 4, 5),
+    "rendezvous": over(meeting.rendezvous, (), (1, 2), (2, 3), (1, 1)),
+    "step_memory": over(memory.step_memory, (SHARDED, 4), (SHARDED, 6), (WAITING, 4), (SMALL_BATCH, 4)),
+    "who_holds_what": over(sharding.who_holds_what, 2, 3, 4),
+    "fsdp_cuts": over(sharding.fsdp_cuts, 2, 3, 4),
+    "hybrid": over(sharding.hybrid, (), (3, 2), (2, 8)),
+    "prefetch": over(sharding.prefetch, (), (2, 1.5), (4, 1.0)),
+    "who_waits": over(pipelines.who_waits, ("gpipe", 2), ("gpipe", 3), ("1f1b", 2), ("1f1b", 3)),
+    "the_v": over(pipelines.the_v, 2, 4),
+    "who_needs_what": over(pipelines.who_needs_what, ()),
+    "columns_then_rows": over(tensors.columns_then_rows, 2, 3, 4),
+    "sequence_parallel": over(tensors.sequence_parallel, 2, 3, 4),
+    "keys_on_the_ring": over(sequences.keys_on_the_ring, 2, 3, 4),
+    "who_computes_which_scores": over(sequences.who_computes_which_scores, 2, 3, 4),
     "two_all_to_alls": [lambda n=n: experts.two_all_to_alls(copies(n)) for n in (2, 3, 4)],
-    "rank_grid": [
-        lambda sizes=sizes: tensors.rank_grid(RankGrid(*sizes))
-        for sizes in ((2, 2, 2), (1, 4, 2), (3, 2, 4), (4, 1, 1), (1, 4, 4))
-    ],
-    "unit_life": [states.unit_life],
-    "job_life": [states.job_life],
-    "hang": [lambda n=n: states.hang(n) for n in (2, 3, 4)],
-    "store_keys": [lambda n=n: store_keys.written_keys(n, 1) for n in (2, 3, 4)],
+    "rank_grid": over(tensors.rank_grid, *(RankGrid(*sizes) for sizes in ((2, 2, 2), (1, 4, 2), (3, 2, 4), (4, 1, 1)))),
+    "unit_life": over(states.unit_life, ()),
+    "job_life": over(states.job_life, ()),
+    "hang": over(states.hang, 2, 3, 4),
+    "store_keys": over(store_keys.written_keys, (2, 1), (3, 1), (4, 1)),
 }
 
 
@@ -229,11 +216,8 @@ def test_the_rings_arrows_are_what_the_library_sends(ranks, monkeypatch):
     diagram = collectives.ring(ranks)
     arrows = [arrow.means for arrow in diagram.arrows if arrow.means]
     middle = len(arrows) // 2
-    drawn = [
-        (phase, *send)
-        for phase, sends in (("reduce-scatter", arrows[:middle]), ("all-gather", arrows[middle:]))
-        for send in sends
-    ]
+    phases = [phase for phase in ("reduce-scatter", "all-gather") for _ in arrows[:middle]]
+    drawn = [(phase, *send) for phase, send in zip(phases, arrows, strict=True)]
     sent = real_sends(ranks, monkeypatch)
     assert len(sent) == 2 * (ranks - 1) * ranks
     assert sorted(drawn, key=str) == sorted(sent, key=str)
@@ -275,11 +259,8 @@ def test_buckets_leave_in_the_librarys_order_when_their_last_gradient_is_there()
     diagram = data_parallel.buckets({"a": 3, "b": 2, "c": 2, "d": 1}, bucket_size=3, first_bucket=1, send_per_unit=2)
     order = [box.means[1:] for box in diagram.boxes if box.means[0] == "backward"]
     assert order == [("d", 0), ("c", 1), ("b", 1), ("a", 2)]
-    assert [box.means[1:] for box in diagram.boxes if box.means[0] == "all-reduce"] == [
-        (0, 1, 3),
-        (1, 5, 13),
-        (2, 13, 19),
-    ]
+    sent = [box.means[1:] for box in diagram.boxes if box.means[0] == "all-reduce"]
+    assert sent == [(0, 1, 3), (1, 5, 13), (2, 13, 19)]
 
 
 @pytest.mark.parametrize("held", [SHARDED, WAITING, SMALL_BATCH], ids=["sharded", "waiting", "small batch"])
