@@ -8,9 +8,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
-import yaml
 
-from book import assemble, command_pages, front_page, notebooks, open_elsewhere
+from book import assemble, command_pages, front_page, open_elsewhere
 from book.links import Links
 from course_lib.cli import COMMANDS
 from course_lib.lessons.notebook import MIME
@@ -42,32 +41,23 @@ def test_each_page_is_in_the_table_of_contents_once(sources):
     lessons = {f"{path.parent.name}/{path.stem}" for path in ROOT.glob("notebooks/*.ipynb")}
     exercises = {f"{path.parent.name}/{path.stem}" for path in ROOT.glob("exercises/*.ipynb")}
     tables = {f"benchmarks/{path.stem}" for path in ROOT.glob("benchmarks/*.md")}
-    assert len(lessons) >= 15 and len(exercises) >= 14 and len(tables) >= 30
     assert lessons | exercises | tables <= set(named)
-
-
-def test_a_page_without_a_place_and_one_with_two_are_seen():
-    texts = {"index.md": "```{toctree}\n:hidden:\n\na\na\n```\n", "a.md": "", "b.md": ""}
-    assert entries(texts) == ["a", "a"]
 
 
 def test_no_solution_is_given_away(sources):
     texts, _, files = sources
     assert {name for name in [*texts, *files] if name.startswith("solutions/")} <= {"solutions/README.md"}
-    answers = 0
     for path in sorted(ROOT.glob("solutions/[0-9]*.ipynb")):
         page = "\n".join(cell.source for cell in nbformat.reads(texts[f"exercises/{path.name}"], as_version=4).cells)
         for cell in nbformat.read(path, as_version=4).cells:
             for answer in re.findall(r"### BEGIN SOLUTION\n(.*?)### END SOLUTION", cell.source, re.DOTALL):
-                answers += 1
                 assert answer.strip() not in page
-    assert answers >= 69
 
 
 def test_the_map_says_of_each_lesson_its_question_its_time_and_what_one_measures(sources):
     lessons = front_page.lessons()
     written = sorted(int(path.stem[:2]) for path in ROOT.glob("notebooks/*.ipynb"))
-    assert [lesson.number for lesson in lessons] == written and len(lessons) >= 15
+    assert [lesson.number for lesson in lessons] == written
     front = sources[0]["index.md"]
     for lesson in lessons:
         assert front.count(f"[{lesson.number:02} · {lesson.question}]({lesson.path})") == 1
@@ -78,7 +68,7 @@ def test_the_map_says_of_each_lesson_its_question_its_time_and_what_one_measures
 
 def test_each_command_and_each_of_its_options_has_its_line(sources):
     texts, _, _ = sources
-    assert {f"command-line/{command.NAME}.md" for command in COMMANDS} < set(texts) and len(COMMANDS) >= 18
+    assert {f"command-line/{command.NAME}.md" for command in COMMANDS} < set(texts)
     assert "`--learning_rate X`\n: " in texts["command-line/train.md"]
     assert "--use_liger_kernel" not in texts["command-line/train.md"]  # hidden in the help too
 
@@ -143,13 +133,9 @@ def test_a_link_to_nothing_is_refused(tmp_path):
 def test_a_page_has_neither_records_nor_widgets(sources, tmp_path):
     texts, _, _ = sources
     for name in (name for name in texts if name.endswith(".ipynb")):
-        kinds = {
-            kind
-            for cell in json.loads(texts[name])["cells"]
-            for output in cell.get("outputs", [])
-            for kind in output.get("data", {})
-        }
-        assert {kind for kind in kinds if not kind.startswith(("text/", "image/"))} == set(), name
+        outputs = [output for cell in json.loads(texts[name])["cells"] for output in cell.get("outputs", [])]
+        kinds = {kind for output in outputs for kind in output.get("data", {})}
+        assert [kind for kind in kinds if not kind.startswith(("text/", "image/"))] == [], name
     stored = json.loads((ROOT / "notebooks/02_data_parallel.ipynb").read_text(encoding="utf-8"))
     assert any(MIME in output.get("data", {}) for cell in stored["cells"] for output in cell.get("outputs", []))
 
@@ -158,20 +144,6 @@ def test_each_figure_says_what_it_shows(sources):
     _, alternatives, _ = sources
     assert len(alternatives) >= 70 and all(alternatives.values())
     assert any(re.match(r"\d+ of \d+ buckets leave while backward still runs", text) for text in alternatives.values())
-
-
-def test_an_output_that_only_a_test_reads_leaves_no_trace(tmp_path):
-    cell = nbformat.v4.new_code_cell(
-        "record('a', 1)",
-        outputs=[
-            nbformat.v4.new_output("display_data", data={MIME: {"name": "a"}, "text/html": "", "text/plain": text})
-            for text in ("", "a: 1")
-        ],
-    )
-    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "one.ipynb")
-    text, _ = notebooks.page_of(tmp_path / "one.ipynb", Path("exercises/one.ipynb"), links(tmp_path))
-    (kept,) = nbformat.reads(text, as_version=4).cells[0].outputs
-    assert kept.data == {"text/plain": "a: 1", "text/html": ""}
 
 
 # --- places to run it
@@ -185,19 +157,3 @@ def test_the_notebook_for_elsewhere_begins_with_the_cell_that_fetches_the_course
     assert not any(cell.get("outputs") for cell in rest)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(open_elsewhere.EXTRAS.split(",")) == extras.keys() - {"all", "dev", "book"}
-
-
-def test_there_are_buttons_where_the_repository_is_known():
-    said = open_elsewhere.buttons("02_data_parallel", "a/b")
-    assert re.findall(r"\[([^]]+)\]", said) == ["JupyterLab on your machine", "Colab"]
-    assert said.count("a/b/blob/gh-pages/open/02_data_parallel.ipynb") == 1
-    assert "http" not in open_elsewhere.buttons("02_data_parallel", "")
-
-
-def test_the_workflow_builds_every_change_and_publishes_a_release():
-    workflow = yaml.safe_load((ROOT / ".github/workflows/book.yml").read_text())
-    assert set(workflow[True]) == {"push", "pull_request", "release"}  # YAML reads `on` as true
-    steps = workflow["jobs"]["book"]["steps"]
-    assert [step["run"] for step in steps if "run" in step][:1] == ["make book-test"]
-    (published,) = (step for step in steps if "git push" in step.get("run", ""))
-    assert published["if"] == "github.event_name == 'release'" and open_elsewhere.BRANCH in published["run"]

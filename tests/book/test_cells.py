@@ -28,10 +28,7 @@ def parts(source, outputs=PRINTED):
         ("import os\nimport sys\nfrom a import b\nx = 1", ["hide-input"]),
         ("import os\nx = train()", []),
         ("takeaway(f'{x}')", ["hide-input"]),
-        (
-            "worst = max(errors)\nrecord('worst', worst)\npd.DataFrame({'a': worst}).map('{:.2f}'.format)",
-            ["hide-input"],
-        ),
+        ("worst = max(errors)\nrecord('worst', worst)\npd.DataFrame({'a': worst})", ["hide-input"]),
         ("figures.memory(bill)", ["hide-input"]),
         ("source(Zero1.step)", ["remove-input"]),
         ("losses = on_ranks(train)", []),
@@ -65,14 +62,11 @@ def test_imports_that_stand_before_other_code_are_folded_alone():
 
 def test_no_page_shows_code_that_only_prints_a_takeaway():
     texts, _, _ = assemble.sources()
-    alone = 0
     for name in (name for name in texts if name.startswith("notebooks/")):
         for cell in nbformat.reads(texts[name], 4).cells:
             if cell.cell_type == "code" and cell.source.startswith("takeaway("):
-                alone += 1
                 assert "hide-input" in cell.metadata["tags"], cell.source
             assert "ui-monospace" not in str(cell.get("outputs")), f"{name}: a listing in colours of its own"
-    assert alone > 50
 
 
 def test_boxes_and_listings_take_the_pages_colours():

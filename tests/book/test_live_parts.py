@@ -22,16 +22,8 @@ from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.validation import check
 from course_lib.planning.memory import zero_model_states
 
-TABLE = {
-    "name": "1f1b",
-    "ranks": 4,
-    "microbatches": 8,
-    "stages": 2,
-    "forward": 1,
-    "input": 1,
-    "weight": 1,
-    "message": 0,
-}
+TABLE = {"name": "1f1b", "ranks": 4, "microbatches": 8, "stages": 2, "message": 0}
+TABLE |= {"forward": 1, "input": 1, "weight": 1}
 PLAN = {"model": "facebook/opt-6.7b", "gpu": "A100-80", "gpus": "8", "tokens": "100B", "global_batch": ""}
 STATES = {"model": "meta-llama/Llama-2-7b-hf", "gpus": 8, "precision": "bf16", "optimizer": "adamw", "offload": "none"}
 

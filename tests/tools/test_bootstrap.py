@@ -75,10 +75,23 @@ def test_an_interrupted_setup_starts_from_nothing(bootstrap, installs, monkeypat
     assert json.loads(bootstrap.STAMP.read_text())["finished"] is True
 
 
-@pytest.mark.parametrize("key", ["python", "folder"])
-def test_another_python_or_a_moved_folder_starts_from_nothing(bootstrap, installs, key):
+def gone_python(bootstrap):
+    (bootstrap.VENV / "bin/python").unlink()
+    (bootstrap.VENV / "bin/python").symlink_to(bootstrap.ROOT / "gone")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda bootstrap: bootstrap.write_stamp(bootstrap.wanted_stamp() | {"python": "another"}),
+        lambda bootstrap: bootstrap.write_stamp(bootstrap.wanted_stamp() | {"folder": "another"}),
+        gone_python,
+    ],
+    ids=["another Python", "a moved folder", "a Python that is gone"],
+)
+def test_what_cannot_be_kept_starts_from_nothing(bootstrap, installs, spoil):
     bootstrap.setup()
-    bootstrap.write_stamp({**bootstrap.wanted_stamp(), key: "another"})
+    spoil(bootstrap)
     (bootstrap.VENV / "old").touch()
     bootstrap.setup()
     assert len(installs) == 2 and not (bootstrap.VENV / "old").exists()
@@ -89,24 +102,6 @@ def test_a_venv_of_someone_else_for_another_python_is_left_alone(bootstrap, inst
     with pytest.raises(bootstrap.SetupError, match="was not made by `make setup` and holds no Python with pip"):
         bootstrap.setup()
     assert not installs and (bootstrap.VENV / "pyvenv.cfg").exists() and not bootstrap.STAMP.exists()
-
-
-def test_a_venv_of_someone_else_for_this_python_is_updated_in_place(bootstrap, installs, monkeypatch):
-    bootstrap.VENV.mkdir()
-    bootstrap.make_venv(bootstrap.VENV)
-    (bootstrap.VENV / "kept").touch()
-    version = subprocess.CompletedProcess([], 0, stdout="{}.{}\n".format(*sys.version_info))
-    monkeypatch.setattr(bootstrap.subprocess, "run", lambda *command, **options: version)
-    bootstrap.setup()
-    assert installs == ["constraints.txt"] and (bootstrap.VENV / "kept").exists()
-
-
-def test_a_venv_whose_python_is_gone_starts_from_nothing(bootstrap, installs):
-    bootstrap.setup()
-    (bootstrap.VENV / "bin/python").unlink()
-    (bootstrap.VENV / "bin/python").symlink_to(bootstrap.ROOT / "gone")
-    bootstrap.setup()
-    assert len(installs) == 2
 
 
 def test_two_setups_at_once_install_once(bootstrap, installs, monkeypatch):
@@ -231,11 +226,6 @@ def test_the_launcher_uses_the_machine(bootstrap, monkeypatch, capsys, gpus, lin
     bootstrap.launcher()
     assert capsys.readouterr().out == line + "\n"
     assert (ROOT / line.split("--config_file ")[1].split()[0]).exists()
-
-
-def test_a_phase_is_one_line_with_its_seconds(bootstrap, capsys):
-    bootstrap.phase("thing", [sys.executable, "-c", "print('noise')"])
-    assert capsys.readouterr().out.startswith("  thing ... ")
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = readme.README.read_text(encoding="utf-8")
 
 
-def test_it_is_short():
-    assert len(TEXT.splitlines()) < 150
-
-
 def test_its_figures_are_those_of_the_tables():
     before, rest = TEXT.split(readme.BEGIN)
     block, after = rest.split(readme.END)
