@@ -24,7 +24,6 @@ def test_a_class_name_of_the_textbook_has_one_meaning():
         if isinstance(node, ast.ClassDef):
             places[node.name].add(path.relative_to(LIBRARY).as_posix())
     textbook = {name: where for name, where in places.items() if any(path.startswith("parallel/") for path in where)}
-    assert len(textbook) > 45
     assert {name: where for name, where in textbook.items() if len(where) > 1} == {}
 
 
@@ -42,9 +41,7 @@ def names_of_values(folder):
 
 
 def test_values_have_the_names_of_what_they_are():
-    names = list(names_of_values(LIBRARY))
-    assert len(names) > 10_000
-    assert [place for place in names if place[1] in NAMELESS] == []
+    assert [place for place in names_of_values(LIBRARY) if place[1] in NAMELESS] == []
 
 
 @pytest.mark.parametrize("room", ["parallel", "training"])

@@ -63,10 +63,6 @@ def ours(words):
     return started.training_script_args
 
 
-def test_there_are_many_in_every_kind_of_file():
-    assert len(LINES) > 80 and {"README.md", "08_tensor_and_hybrid.ipynb"} <= {name for name, _ in LINES}
-
-
 @pytest.mark.parametrize(("name", "line"), LINES)
 def test_it_is_taken(name, line, monkeypatch):
     monkeypatch.chdir(ROOT)
