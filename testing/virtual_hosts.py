@@ -90,25 +90,6 @@ class Host:
         """Plug it in again."""
         _ip(self.switch, f"link set {self.port} up")
 
-    def disturb(self, delay_ms: float = 0.0, loss: float = 0.0) -> None:
-        """Delay what the host sends, and lose a share of its packets; 0 and 0 end it.
-
-        Args:
-            delay_ms: milliseconds that each packet is held back.
-            loss: share of the packets to drop, from 0 to 1.
-        Raises:
-            LaunchError: this kernel cannot; it names what is missing.
-        """
-        if not shutil.which("tc"):
-            raise LaunchError("there is no `tc` here", "install iproute2")
-        what = f"replace dev {INTERFACE} root netem delay {delay_ms}ms loss {100 * loss}%"
-        done = _in(self.keeper, ["tc", "qdisc", *(what if delay_ms or loss else f"del dev {INTERFACE} root").split()])
-        if done.returncode:
-            raise LaunchError(
-                f"this kernel cannot delay or drop packets (tc netem: {done.stderr.strip()})",
-                "load the module sch_netem, or use a kernel that has it",
-            )
-
 
 @contextlib.contextmanager
 def hosts(count: int) -> Iterator[tuple[Host, ...]]:

@@ -8,6 +8,7 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 from torch import nn
@@ -70,8 +71,7 @@ def watched() -> Iterator[AttentionCalls]:
     The block begins with transformers' own attention, whatever was registered before.
     """
     calls = AttentionCalls()
-    dropped, torchs, malloc = cpu_kernels._dropped, cpu_kernels.sdpa_attention_forward, cpu_kernels.keep_freed_memory
-    registered = AttentionInterface._global_mapping["sdpa"]
+    dropped, torchs = cpu_kernels._dropped, cpu_kernels.sdpa_attention_forward
 
     def fast(*given):
         calls.fast += 1
@@ -80,28 +80,17 @@ def watched() -> Iterator[AttentionCalls]:
     def handed(module, query, key, value, mask, dropout=0.0, **others):
         if hasattr(module, "fast_attention") and module.training:
             if dropout > 0:
-                given = {
-                    name
-                    for name, each in others.items()
-                    if name not in ("scaling", "is_causal")
-                    and name not in cpu_kernels._SAYS_NOTHING
-                    and each is not None
-                    and each is not False
-                }
+                known = {"scaling", "is_causal", *cpu_kernels._SAYS_NOTHING}
+                given = {name for name, each in others.items() if each is not None and each is not False} - known
                 calls.handed_on |= given or {"a mask of numbers, or other lengths"}
             else:
                 calls.without_dropout = True
         return torchs(module, query, key, value, mask, dropout=dropout, **others)
 
-    cpu_kernels._dropped, cpu_kernels.sdpa_attention_forward = fast, handed
-    cpu_kernels.keep_freed_memory = lambda: None
-    AttentionInterface.register("sdpa", sdpa_attention_forward)
-    try:
+    kernels = {"_dropped": fast, "sdpa_attention_forward": handed, "keep_freed_memory": lambda: None}
+    registered = mock.patch.dict(AttentionInterface._global_mapping, sdpa=sdpa_attention_forward)
+    with mock.patch.multiple(cpu_kernels, **kernels), registered:
         yield calls
-    finally:
-        cpu_kernels._dropped, cpu_kernels.sdpa_attention_forward = dropped, torchs
-        cpu_kernels.keep_freed_memory = malloc
-        AttentionInterface.register("sdpa", registered)
 
 
 def set_dropout(model: nn.Module, p: float) -> None:

@@ -8,7 +8,7 @@ from benchmarks import audit_families, audit_releases
 from course_lib.audit import Layout, audit
 from course_lib.errors import ConfigError, ModelError
 from course_lib.parallel.ddp import DataParallel
-from course_lib.training.audited_models import AXES, ModelOnEngine, chosen_layouts, config_of
+from course_lib.training.audited_models import ModelOnEngine, chosen_layouts, config_of
 from tests.forked_process import run_course
 
 QWEN = "Qwen/Qwen3-0.6B"
@@ -70,16 +70,15 @@ def test_a_divisor_that_an_engine_lacks_is_named(monkeypatch):
         DataParallel, "_into_view", staticmethod(lambda parameter, view, scale=1.0: into_view(parameter, view))
     )
     (verdict,) = audit(ModelOnEngine(QWEN, "scratch"), [Layout(dp=2)]).verdicts
-    assert {(f.kind, round(f.factor, 3), f.axes) for f in verdict.wrong} == {("factor", 2.0, ("dp",))}
-    assert len(verdict.wrong) == 24 and verdict.losses_agree
+    assert [(f.kind, round(f.factor, 3), f.axes) for f in verdict.wrong] == [("factor", 2.0, ("dp",))] * 24
+    assert verdict.losses_agree
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["gemma2", "olmoe"])
 def test_no_alarm_over_transformers_families(family):
     """Of the table in benchmarks/audit-families.md two."""
-    found = [row for row in audit_families.rows(family) if row[-1]]
-    assert not found and len(audit_families.DENSE + audit_families.EXPERTS) >= 10
+    assert not [row for row in audit_families.rows(family) if row[-1]]
 
 
 @pytest.mark.long
@@ -98,19 +97,9 @@ def test_a_config_keeps_its_choices_and_becomes_small(tmp_path):
 
 
 def test_layouts_of_engines_and_what_they_refuse():
-    assert {str(layout) for layout in chosen_layouts("transformers", "auto", 4)} == {
-        "dp2",
-        "shard2",
-        "ep2",
-        "tp2",
-        "dp2 × shard2",
-        "dp2 × ep2",
-        "dp2 × tp2",
-        "shard2 × ep2",
-        "shard2 × tp2",
-        "ep2 × tp2",
-    }
-    assert Layout(dp=2, tp=3) in chosen_layouts("scratch", "all", 6) and len(AXES) == 5
+    chosen = "dp2, shard2, ep2, tp2, dp2 × shard2, dp2 × ep2, dp2 × tp2, shard2 × ep2, shard2 × tp2, ep2 × tp2"
+    assert {str(layout) for layout in chosen_layouts("transformers", "auto", 4)} == set(chosen.split(", "))
+    assert Layout(dp=2, tp=3) in chosen_layouts("scratch", "all", 6)
     audited = audit(ModelOnEngine(QWEN, "transformers"), [Layout(ep=2), Layout(tp=3), Layout(cp=2)])
     assert list(audited.refused.values()) == [
         "transformers has no plan for experts of this model",

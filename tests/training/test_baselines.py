@@ -20,11 +20,8 @@ def test_macro_f1_is_over_the_classes_that_occur():
     assert baselines.majority_class([1, 1, 0], [1, 0], num_classes=4)["macro_f1"] == pytest.approx(1 / 3)
 
 
-def test_majority_class_is_learnt_from_training_not_from_test():
+def test_majority_class_is_learnt_from_training_and_a_tie_goes_to_the_smallest():
     assert baselines.majority_class([0, 0, 1], [1, 1, 1], num_classes=2)["accuracy"] == 0.0
-
-
-def test_a_tie_goes_to_the_smallest_class():
     assert baselines.majority_class([2, 1, 2, 1], [1, 1, 2], num_classes=3)["accuracy"] == pytest.approx(2 / 3)
 
 
@@ -43,14 +40,10 @@ GOOD = ["good film", "great good acting", "good and great", "really good"]
 BAD = ["bad film", "awful bad acting", "bad and awful", "really bad"]
 
 
-def test_tfidf_learns_words():
-    scores = baselines.tfidf_logistic_regression(GOOD + BAD, [1] * 4 + [0] * 4, ["great film", "awful film"], [1, 0])
-    assert scores["accuracy"] == scores["macro_f1"] == 1.0
-
-
-def test_tfidf_has_no_sight_of_the_test_labels():
-    scores = baselines.tfidf_logistic_regression(GOOD + BAD, [1] * 4 + [0] * 4, ["great film", "awful film"], [0, 1])
-    assert scores["accuracy"] == scores["macro_f1"] == 0.0
+@pytest.mark.parametrize(("labels", "score"), [([1, 0], 1.0), ([0, 1], 0.0)], ids=["right", "has no sight of these"])
+def test_tfidf_learns_words(labels, score):
+    scores = baselines.tfidf_logistic_regression(GOOD + BAD, [1] * 4 + [0] * 4, ["great film", "awful film"], labels)
+    assert scores["accuracy"] == scores["macro_f1"] == score
 
 
 def test_tfidf_reads_pairs_of_words():
@@ -65,7 +58,6 @@ def test_tfidf_reads_pairs_of_words():
         ((["a b", "c d"], [1, 1], ["e f"], [1]), "all 2 training labels are 1"),
         ((["", "?"], [0, 1], ["e f"], [1]), "no training text has a word"),
         (([], [], ["e f"], [1]), "the training split of the baselines is empty"),
-        ((["ab", "cd"], [0, 1], [], []), "the test split of the baselines is empty"),
     ],
 )
 def test_what_cannot_be_fitted_is_said_in_one_line(arguments, what):

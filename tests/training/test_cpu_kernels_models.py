@@ -15,57 +15,32 @@ from course_lib.training import cpu_kernels
 from course_lib.training.run import build_trainer, evaluate
 from testing import tiny_architectures
 from testing.tiny_architectures import batch
-from tests.training import kernel_sweep
+from tests.long_cases import some
+from tests.training import kernel_sweep, quick
+
+pytestmark = pytest.mark.usefixtures("torchs_own")
+WHOSE = {
+    ("fast", "classification"): ["albert", "bart", "bert", "roberta"],
+    ("fast", "masked_lm"): ["camembert", "distilbert", "electra", "modernbert"],
+    ("fast", "causal_lm"): ["gpt2", "gpt_neox", "llama", "opt", "qwen2", "xlm-roberta"],
+    ("torch's: ", "classification"): ["mt5", "t5", "umt5"],
+    ("torch's: ", "causal_lm"): ["mistral"],
+    ("the model's own", "classification"): ["deberta"],
+    ("the model's own", "masked_lm"): ["roformer"],
+    ("the model's own", "causal_lm"): ["bloom", "falcon", "gemma2", "gpt_oss", "xlnet"],
+}
+"""Whose attention runs: what hands over a position bias, sinks, a cap or a window has torch's; some have their own."""
 
 
-@pytest.fixture(autouse=True)
-def torchs_own(monkeypatch):
-    """Each test begins with transformers' attention, and leaves it and malloc so."""
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
-    monkeypatch.setattr(cpu_kernels, "keep_freed_memory", lambda: None)
-
-
-# Whose attention runs: what hands over a position bias, sinks, a cap or a window has torch's; some have their own.
-FAST = [
-    ("albert", "classification"),
-    ("bart", "classification"),
-    ("bert", "classification"),
-    ("camembert", "masked_lm"),
-    ("distilbert", "masked_lm"),
-    ("electra", "masked_lm"),
-    ("gpt2", "causal_lm"),
-    ("gpt_neox", "causal_lm"),
-    ("llama", "causal_lm"),
-    ("modernbert", "masked_lm"),
-    ("opt", "causal_lm"),
-    ("qwen2", "causal_lm"),
-    ("roberta", "classification"),
-    ("xlm-roberta", "causal_lm"),
-]
-TORCHS = [("mistral", "causal_lm"), ("mt5", "classification"), ("t5", "classification"), ("umt5", "classification")]
-OWN = [
-    ("bloom", "causal_lm"),
-    ("deberta", "classification"),
-    ("falcon", "causal_lm"),
-    ("gemma2", "causal_lm"),
-    ("gpt_oss", "causal_lm"),
-    ("roformer", "masked_lm"),
-    ("xlnet", "causal_lm"),
-]
-
-
-@pytest.mark.parametrize(("architecture", "task"), FAST + TORCHS + OWN)
-def test_a_model_computes_what_it_computed(architecture, task):
+@pytest.mark.parametrize(
+    ("whose", "task", "architecture"), [(*case, name) for case, names in WHOSE.items() for name in names]
+)
+def test_a_model_computes_what_it_computed(whose, task, architecture):
     row = kernel_sweep.compared(CONFIG_MAPPING[architecture], task)
-    assert row.equal, row
-    case = (architecture, task)
-    whose = "fast" if case in FAST else "torch's: " if case in TORCHS else "the model's own"
-    assert row.attention.startswith(whose), row
-    assert len(FAST + TORCHS + OWN) == 25
+    assert row.equal and row.attention.startswith(whose), row
 
 
-@pytest.mark.parametrize("architecture", ["t5", "mt5", "umt5"])
-def test_an_attention_that_drops_the_position_bias_is_noticed(monkeypatch, architecture):
+def test_an_attention_that_drops_the_position_bias_is_noticed(monkeypatch):
     torchs = cpu_kernels.sdpa_attention_forward
 
     def forgetful(module, *given, **others):
@@ -74,7 +49,7 @@ def test_an_attention_that_drops_the_position_bias_is_noticed(monkeypatch, archi
         return torchs(module, *given, **others)
 
     monkeypatch.setattr(cpu_kernels, "sdpa_attention_forward", forgetful)
-    row = kernel_sweep.compared(CONFIG_MAPPING[architecture], "classification")
+    row = kernel_sweep.compared(CONFIG_MAPPING["t5"], "classification")
     assert not row.equal and not row.evaluation and not row.training
 
 
@@ -85,7 +60,7 @@ def test_fast_models_drop():
     assert not torch.allclose(*(model.train()(**batch()).logits for _ in range(2)))
 
 
-@pytest.mark.parametrize("architecture", ["t5", "mt5", "umt5"])
+@pytest.mark.parametrize("architecture", some(["t5", "mt5", "umt5"], "t5"))
 def test_the_trained_model_is_what_transformers_loads(tmp_path, monkeypatch, architecture):
     """Its scores too: a position bias that training left out would be in the weights and count elsewhere."""
     tokenizer = presets.build("tiny-bert", ["the cat sat on the mat"], 64)[1]
@@ -97,26 +72,14 @@ def test_the_trained_model_is_what_transformers_loads(tmp_path, monkeypatch, arc
         nn.init.normal_(each, std=5.0)
     model.save_pretrained(tmp_path / "begun")
     tokenizer.save_pretrained(tmp_path / "begun")
-    config = config_of(
-        {
-            "model": str(tmp_path / "begun"),
-            "training_type": "basic",
-            "cpu_kernels": "fast",
-            "device": "cpu",
-            "mixed_precision": "no",
-            "max_train_samples": 32,
-            "max_eval_samples": 32,
-            "max_length": 24,
-            "max_steps": 6,
-            "batch_size": 8,
-            "learning_rate": 3e-3,
-            "eval_steps": 0,
-            "save_steps": 0,
-            "keep_best": False,
-            "progress_bar": False,
-            "output_dir": str(tmp_path / "run"),
-        }
-    )
+    options = {
+        "model": str(tmp_path / "begun"),
+        "training_type": "basic",
+        "cpu_kernels": "fast",
+        "max_eval_samples": 32,
+    }
+    options |= {"max_steps": 6, "batch_size": 8, "learning_rate": 3e-3, "output_dir": str(tmp_path / "run")}
+    config = config_of(quick.QUICK | options)
     config.output_dir.mkdir()
     trainer, _ = build_trainer(config)
     trainer.train()
@@ -128,13 +91,14 @@ def test_the_trained_model_is_what_transformers_loads(tmp_path, monkeypatch, arc
 
     def scored():
         """Loss and accuracy by nothing but transformers."""
-        losses, right = [], []
+        labels, logits = [], []
         for given in trainer.eval_loaders["validation"]:
+            labels.append(given["labels"])
             with torch.no_grad():
-                logits = plain(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).logits
-            losses.append(nn.functional.cross_entropy(logits, given["labels"], reduction="none"))
-            right.append(logits.argmax(-1) == given["labels"])
-        return torch.cat(losses).mean().item(), torch.cat(right).float().mean().item()
+                logits.append(plain(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).logits)
+        labels, logits = torch.cat(labels), torch.cat(logits)
+        loss = nn.functional.cross_entropy(logits, labels).item()
+        return loss, (logits.argmax(-1) == labels).float().mean().item()
 
     assert scored() == pytest.approx((scores["loss"], scores["accuracy"]), abs=1e-6)
     monkeypatch.setattr(cpu_kernels, "keep_freed_memory", lambda: pytest.fail("an evaluation sets malloc"))
@@ -154,18 +118,8 @@ def test_the_trained_model_is_what_transformers_loads(tmp_path, monkeypatch, arc
 def test_the_plain_loop_replaces_nothing_unless_asked(tmp_path, monkeypatch, options, fast):
     called = []
     monkeypatch.setattr(cpu_kernels, "keep_freed_memory", lambda: called.append(True))
-    config = config_of(
-        {
-            "model": "tiny-bert",
-            "training_type": "basic",
-            "device": "cpu",
-            "max_train_samples": 8,
-            "max_eval_samples": 8,
-            "max_length": 16,
-            "output_dir": str(tmp_path),
-        }
-        | options
-    )
+    own = {"model": "tiny-bert", "training_type": "basic", "max_train_samples": 8, "output_dir": str(tmp_path)}
+    config = config_of(quick.QUICK | own | options)
     trainer, _ = build_trainer(config)
     modules = list(trainer.model.modules())
     assert trainer.cpu_kernels == ("fast" if fast else "torch") and bool(called) == fast

@@ -9,14 +9,10 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from sklearn.metrics import accuracy_score, f1_score
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 
-from course_lib import modeling
 from course_lib.config import build
-from course_lib.data import DataConnector, DataProcessor
 from course_lib.launching.launch import launch
 from course_lib.lessons.evaluation import reference_metrics
 from course_lib.training import run as runs
@@ -24,6 +20,7 @@ from course_lib.training.engines import compose
 from course_lib.training.engines.base import StepEngine
 from course_lib.training.evaluation import ClassificationCounts
 from course_lib.training.trainer import Trainer
+from tests.training import quick
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,29 +45,17 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+OPTIONS = quick.QUICK | {"max_length": 16, "max_train_samples": 400, "max_eval_samples": 40}
+
+
 @functools.cache
 def ingredients(task):
     """Config, model, rows and processor: a new model, its weights enlarged so that rows get unlike answers."""
-    config = build(
-        {
-            "task": task,
-            "model": MODELS[task],
-            "max_length": 16,
-            "max_train_samples": 400,
-            "device": "cpu",
-            "mixed_precision": "no",
-            "progress_bar": False,
-        }
-    )
-    text = DataConnector(config.data, seed=0).load()
-    loaded = modeling.load(
-        config.model, task, label_names=text.label_names, texts=text.splits["train"]["text"], seed=0, max_length=16
-    )
+    config = build(OPTIONS | {"task": task, "model": MODELS[task]})
+    loaded, data, processor = quick.prepared(config.data, config.model, 0)
     with torch.no_grad():
         for weight in loaded.model.parameters():
             weight.mul_(4 if weight.dim() > 1 else 1)
-    processor = DataProcessor(config.data, loaded.tokenizer, loaded.max_positions)
-    data = processor.process(text)
     rows = data.splits["validation"].select(range(UNEVEN[0]))
     if task == "causal_lm":  # blocks are all of one length; rows of unlike lengths have unlike numbers of targets
         cut = [ids[: 4 + i % 13] for i, ids in enumerate(rows["input_ids"])]
@@ -114,7 +99,7 @@ def evaluate_on_rank(cases):
 def outcomes_at(world_size):
     for task in MODELS:
         ingredients(task)  # once, for all ranks
-    ranks = launch(evaluate_on_rank, CASES, num_processes=world_size, timeout=160)
+    ranks = launch(evaluate_on_rank, CASES, num_processes=world_size, device="cpu", stream=False)
     return {case: [rank[i] for rank in ranks] for i, case in enumerate(CASES)}
 
 
@@ -148,12 +133,6 @@ def row_by_row(case):
     }
 
 
-@functools.cache
-def one_process(case):
-    """The metrics that the plain loop's trainer finds."""
-    return trainer_for(case, "basic").evaluate("validation")
-
-
 @pytest.mark.parametrize("classes, present", [(2, 2), (3, 3), (7, 4), (5, 1)])
 def test_counts_that_are_added_up_give_scikit_learns_scores(classes, present):
     """Also where the model knows classes that no row has; the mean of the parts' scores is another number."""
@@ -169,17 +148,6 @@ def test_counts_that_are_added_up_give_scikit_learns_scores(classes, present):
     assert metrics.compute() == pytest.approx(wanted, rel=1e-12)
     if present > 1:
         assert np.mean([part["macro_f1"] for part in parts]) != pytest.approx(wanted["macro_f1"], rel=1e-4)
-
-
-def repeated_rows(num_rows: int, batch_size: int, num_processes: int) -> int:
-    """How many rows are repeated to give every rank as many full batches."""
-    in_one_round = batch_size * num_processes
-    return -num_rows % in_one_round if num_processes > 1 else 0
-
-
-def in_order(rows):
-    """Rows sorted by their loss, which tells them apart."""
-    return rows[np.argsort(rows[:, 0])]
 
 
 @pytest.mark.parametrize("task", MODELS)
@@ -201,70 +169,29 @@ def test_the_short_cuts_give_other_figures(case, world_size):
     right = row_by_row(case)[1]
     ranks = outcomes_at(world_size)[case]
     kept = ranks[0]["repeats_kept"]
-    assert kept["rows"] == num_rows + repeated_rows(num_rows, batch_size, world_size) > num_rows
-    names = ["macro_f1", "loss"] if task == "classification" else ["perplexity"]
+    assert kept["rows"] == num_rows + -num_rows % (batch_size * world_size) > num_rows
     if (num_rows, batch_size) == UNEVEN:
-        averages = {name: np.mean([rank["own_rows"][name] for rank in ranks]) for name in right}
-        assert all(abs(averages[name] - right[name]) > 1e-4 for name in names)
-        names += ["accuracy"] if task == "classification" else []
-        assert all(abs(averages[name] - right[name]) > 1e-4 for name in names)
-        assert all(abs(kept[name] - right[name]) > 1e-4 for name in names)
+        for name in ("macro_f1", "loss", "accuracy") if task == "classification" else ("perplexity",):
+            assert abs(np.mean([rank["own_rows"][name] for rank in ranks]) - right[name]) > 1e-4, name
+            assert abs(kept[name] - right[name]) > 1e-4, name
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_rank_has_the_figures_of_one_process(case, world_size):
-    right, single = row_by_row(case)[1], one_process(case)
+def test_every_rank_has_the_figures_of_one_process_over_each_row_once(case, world_size):
+    """The rows that were scored are those of the split, none dropped or doubled, told apart by their losses."""
+    (rows, right), single = row_by_row(case), trainer_for(case, "basic").evaluate("validation")
     for rank in outcomes_at(world_size)[case]:
-        assert rank["metrics"].keys() == single.keys() == right.keys()
-        for name in right:
-            assert rank["metrics"][name] == pytest.approx(single[name], rel=1e-6, abs=1e-6), name
-            assert rank["metrics"][name] == pytest.approx(right[name], rel=1e-5, abs=1e-5), name
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_no_row_is_dropped_or_doubled(case, world_size):
-    """The rows that were scored are those of the split: their losses, targets, predictions and references."""
-    wanted = in_order(row_by_row(case)[0])
-    for rank in outcomes_at(world_size)[case]:
-        losses, *answers = rank["rows"]
-        got = in_order(np.column_stack([losses, *answers]))
-        assert got.shape == wanted.shape
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
-
-
-def gather_in_and_after_the_loop():
-    accelerator = Accelerator()
-    loader = accelerator.prepare(DataLoader(torch.arange(10), batch_size=4))
-    inside, mine = [], []
-    for rows in loader:
-        inside += accelerator.gather_for_metrics(rows).tolist()
-        mine.append(rows)
-    return inside, accelerator.gather_for_metrics(torch.cat(mine)).tolist()
-
-
-def test_repeated_rows_are_dropped_only_inside_the_loop():
-    """Once the loader has ended, Accelerate no longer knows how many there were."""
-    for inside, after in launch(gather_in_and_after_the_loop, num_processes=2, timeout=200):
-        assert inside == list(range(10))
-        assert len(after) == 16 and set(after) == set(range(10))
+        assert rank["metrics"] == pytest.approx(single, rel=1e-6, abs=1e-6)
+        assert rank["metrics"] == pytest.approx(right, rel=1e-5, abs=1e-5)
+        scored = np.column_stack(rank["rows"])
+        by_loss = [table[np.argsort(table[:, 0])] for table in (scored, rows)]
+        np.testing.assert_allclose(*by_loss, rtol=1e-5, atol=1e-5)
 
 
 def scores_without_an_optimizer(folder, kinds):
     """Of a saved model, by training type."""
-    config = build(
-        {
-            "task": "causal_lm",
-            "model": folder,
-            "max_length": 16,
-            "max_train_samples": 400,
-            "max_eval_samples": 40,
-            "device": "cpu",
-            "mixed_precision": "no",
-            "progress_bar": False,
-        }
-    )
+    config = build(OPTIONS | {"task": "causal_lm", "model": folder})
     scores = {}
     with mock.patch.object(compose, "make_optimizer", side_effect=AssertionError("an optimizer is made")):
         for kind in kinds:
@@ -273,11 +200,11 @@ def scores_without_an_optimizer(folder, kinds):
     return scores
 
 
-def test_scoring_a_trained_model_builds_no_optimizer_and_a_pipeline_scores_it_too(tmp_path):
+def test_scoring_a_trained_model_builds_no_optimizer_and_a_pipeline_scores_it_too(tmp_path, ranks):
     _, loaded, _, _ = ingredients("causal_lm")
     loaded.model.save_pretrained(tmp_path)
     loaded.tokenizer.save_pretrained(tmp_path)
     alone = scores_without_an_optimizer(str(tmp_path), ["basic"])["basic"]
     kinds = ["accelerated", "pipeline"]
-    for rank in launch(scores_without_an_optimizer, str(tmp_path), kinds, num_processes=2, device="cpu", timeout=160):
-        assert rank == pytest.approx(dict.fromkeys(kinds, alone), rel=1e-5)
+    for scores in ranks(2)(scores_without_an_optimizer, str(tmp_path), kinds):
+        assert scores == pytest.approx(dict.fromkeys(kinds, alone), rel=1e-5)

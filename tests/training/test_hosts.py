@@ -15,7 +15,7 @@ from accelerate import PartialState
 
 from course_lib import cli
 from course_lib.config import build
-from course_lib.errors import EXIT_HUNG, CourseError, LaunchError
+from course_lib.errors import EXIT_HUNG, CourseError
 from course_lib.hangs.report import HANG_FOLDER
 from course_lib.hangs.watchdog import read_reports
 from course_lib.launching.interrupts import NOTE
@@ -26,42 +26,23 @@ from course_lib.training.checkpoints import checkpoint
 from testing.virtual_hosts import torchrun
 from tests.long_cases import some
 from tests.several_hosts import hosts_or_skip
+from tests.training import quick
 from tests.waiting import has_lines, until
 
 CLI = Path(cli.__file__)
 STEPS = 4
-QUICK = {
-    "model": "tiny-gpt2",
+QUICK = quick.QUICK | {
     "max_train_samples": 48,
-    "max_eval_samples": 8,
-    "max_length": 32,
     "max_steps": STEPS,
     "logging_steps": 1,
-    "save_steps": 0,
-    "eval_steps": 0,
-    "keep_best": False,
-    "baselines": False,
-    "progress_bar": False,
-    "device": "cpu",
-    "mixed_precision": "no",
     "learning_rate": 1e-3,
-    "tracker": "none",
 }
 ROWS = 12  # of an optimizer step
+PIPELINE = {"training_type": "pipeline", "pipeline_chunks": 2}
 STRATEGIES = {  # hosts, ranks of each
     "zero2": (3, 1, {"strategy": "zero2", "engine": "scratch", "batch_size": ROWS // 3}),
-    "pipeline": (2, 1, {"training_type": "pipeline", "batch_size": ROWS, "pipeline_chunks": 2}),
-    "hybrid": (
-        2,
-        2,
-        {
-            "training_type": "pipeline",
-            "data_parallel_size": 2,
-            "pipeline_parallel_size": 2,
-            "batch_size": ROWS // 2,
-            "pipeline_chunks": 2,
-        },
-    ),
+    "pipeline": (2, 1, PIPELINE | {"batch_size": ROWS}),
+    "hybrid": (2, 2, PIPELINE | {"data_parallel_size": 2, "pipeline_parallel_size": 2, "batch_size": ROWS // 2}),
 }
 
 
@@ -107,13 +88,8 @@ def rank(number, world_size, local, head, port, folder, options, waits):
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)
-    os.environ.update(
-        RANK=str(number),
-        WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(local),
-        MASTER_ADDR=head.address,
-        MASTER_PORT=str(port),
-    )
+    place = {"RANK": number, "WORLD_SIZE": world_size, "LOCAL_RANK": local, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR=head.address)
     train(folder, options, waits)
 
 
@@ -155,9 +131,8 @@ def meet(folder, host, head):
         dist.all_reduce(numbers)
         return socket.gethostname(), socket.gethostbyname(socket.gethostname()), int(numbers)
 
-    found = torchrun(
-        total, nodes=(3, 3), ranks=1, endpoint=f"{head.name}:29400", is_head=host == head, address=host.address
-    )
+    place = {"endpoint": f"{head.name}:29400", "is_head": host == head, "address": host.address}
+    found = torchrun(total, nodes=(3, 3), ranks=1, **place)
     (folder / f"{host.name}.json").write_text(json.dumps(list(found.values())))
 
 
@@ -214,59 +189,20 @@ def test_a_cable_is_pulled(three, tmp_path, for_good, alone):
         assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
 
 
-def round_trip(three):
-    """Milliseconds from host0 to host1 and back: until a closed port answers."""
-    ask = (
-        "import socket, time; t = time.perf_counter(); s = socket.socket(); s.connect_ex(('host1', 9)); "
-        "print((time.perf_counter() - t) * 1e3)"
-    )
-    return float(three[0].popen([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True).communicate()[0])
-
-
-def test_packets_are_delayed_or_the_kernel_is_named_as_the_reason(three):
-    try:
-        three[0].disturb(delay_ms=300, loss=0.01)
-    except LaunchError as error:
-        assert "this kernel cannot delay or drop packets (tc netem:" in str(error) and "sch_netem" in str(error)
-        return
-    assert min(round_trip(three) for _ in range(5)) > 300, "none comes earlier than the kernel lets it"
-    three[0].disturb()
-    assert min(round_trip(three) for _ in range(20)) < 300, "the least: a process may wait for a core, not twenty times"
-
-
 @pytest.mark.long
 def test_accelerate_launch_trains_across_hosts_until_one_machine_is_asked_to_stop(three, tmp_path):
     leaves = QUICK | {"batch_size": ROWS // 2, "max_steps": 100_000, "output_dir": tmp_path / "run"}
     pair = []
     for i, host in enumerate(three[:2]):
         launcher = (
-            "accelerate.commands.launch",
-            "--multi_gpu",
-            "--num_machines",
-            "2",
-            "--num_processes",
-            "2",
-            "--machine_rank",
-            str(i),
-            "--main_process_ip",
-            three[0].address,
-            "--main_process_port",
-            "29600",
-            "--mixed_precision",
-            "no",
-            "--dynamo_backend",
-            "no",
+            "accelerate.commands.launch --multi_gpu --num_machines 2 --num_processes 2 --main_process_port 29600 "
+            f"--machine_rank {i} --main_process_ip {three[0].address} --mixed_precision no --dynamo_backend no"
         )
-        command = [sys.executable, "-m", *launcher, str(CLI), "train", *(f"--{k}={v}" for k, v in leaves.items())]
+        trained = [str(CLI), "train", *(f"--{k}={v}" for k, v in leaves.items())]
+        told_cpu = host.environment | {"ACCELERATE_USE_CPU": "true"}
         with open(tmp_path / f"{host.name}.log", "w") as log:
-            pair.append(
-                host.popen(
-                    command,
-                    env=host.environment | {"ACCELERATE_USE_CPU": "true"},
-                    stderr=log,
-                    stdout=subprocess.DEVNULL,
-                )
-            )
+            output = {"stderr": log, "stdout": subprocess.DEVNULL}
+            pair.append(host.popen([sys.executable, "-m", *launcher.split(), *trained], env=told_cpu, **output))
     until(has_lines(tmp_path / "run" / "metrics.jsonl", 3), *pair, what="three steps", told=lambda: told(tmp_path))
     pair[1].terminate()
     assert all(process.wait(600) for process in pair)

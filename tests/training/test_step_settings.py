@@ -6,14 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
+from transformers import AutoModel
 from transformers.trainer_pt_utils import LabelSmoother
 
-from course_lib import modeling
 from course_lib.config import build
-from course_lib.data import batching
+from course_lib.data import DataProcessor, batching
 from course_lib.errors import ConfigError
+from course_lib.modeling import presets
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.clipping import scale_down_, sum_of_squares
 from course_lib.training import compiling, loss
@@ -78,9 +82,6 @@ def test_the_squares_are_added_up_exactly_and_gradients_scaled_together(dtype):
     before = gradients[0].clone()
     scale_down_(gradients, torch.tensor(1.0), max_norm=float("inf"))
     assert torch.equal(gradients[0], before)
-
-
-def test_no_gradients_have_the_norm_0():
     assert sum_of_squares([], torch.device("cpu")).item() == 0
     scale_down_([], torch.tensor(0.0), 1.0)
 
@@ -182,13 +183,9 @@ class Low(nn.Linear):
 
 
 def test_a_model_has_its_own_forward_back():
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
     AcceleratorState._reset_state(True)
+    model, x = Low(3, 2), torch.ones(1, 3)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    model = Low(3, 2)
-    x = torch.ones(1, 3)
     assert accelerator.prepare(model)(x).dtype == torch.float32 and "forward" in vars(model)
     take_back_forward(model)
     assert model(x).dtype == torch.bfloat16 and not {"forward", "_original_forward"} & vars(model).keys()
@@ -206,26 +203,18 @@ def test_a_model_has_its_own_forward_back():
 @pytest.mark.parametrize("preset", some(["tiny-bert", "tiny-gpt2", "tiny-llama"], "tiny-gpt2"))
 @pytest.mark.parametrize(("dynamic", "graphs"), [(None, [1, 2, 2]), (True, [1, 1, 1])])
 def test_one_graph_serves_all_blocks_of_a_model(monkeypatch, preset, dynamic, graphs):
-    made, real = [], torch.compile
-
-    def counting(graph, _):
-        made.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend=counting, **options))
+    counter = torch._dynamo.testing.CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     torch._dynamo.reset()
-    task = "masked_lm" if preset == "tiny-bert" else "causal_lm"
-    model = modeling.load(
-        build({"model": preset}).model, task, label_names=None, texts=["one two three"] * 4, seed=0, max_length=32
-    ).model
+    model = AutoModel.from_config(presets.build(preset, ["one two three"] * 4, 32)[0])
     names = list(model.state_dict())
     compiling.compile_blocks(blocks(model).values(), dynamic)
     assert list(model.state_dict()) == names
     counted = []
     for length in (8, 12, 16):
         ids = torch.ones(2, length, dtype=torch.long)
-        model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.sum().backward()
-        counted.append(len(made))
+        model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state.sum().backward()
+        counted.append(counter.frame_count)
     assert counted == graphs
 
 
@@ -243,20 +232,14 @@ def test_a_block_through_inductor_computes_the_same():
 
     wanted = loss_and_gradient()
     compiling.compile_blocks(block, None)
-    for found, right in zip(loss_and_gradient(), wanted, strict=True):
-        assert torch.allclose(found, right, atol=1e-5)
+    torch.testing.assert_close(loss_and_gradient(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_batches_have_one_length_or_many():
-    lengths = {
-        name: build(options).data.has_one_length
-        for name, options in {
-            "classes": {},
-            "padded": {"dynamic_padding": False},
-            "blocks": {"task": "causal_lm"},
-        }.items()
-    }
-    assert lengths == {"classes": False, "padded": True, "blocks": True}
+@pytest.mark.parametrize(
+    ("options", "one_length"), [({}, False), ({"dynamic_padding": False}, True), ({"task": "causal_lm"}, True)]
+)
+def test_batches_have_one_length_or_many(options, one_length):
+    assert build(options).data.has_one_length == one_length
 
 
 @pytest.mark.parametrize(
@@ -270,8 +253,6 @@ def test_batches_have_one_length_or_many():
     ],
 )
 def test_padding_suits_the_device(options, device, multiple):
-    from course_lib.data import DataProcessor
-
     tokenizer = SimpleNamespace(padding_side="right", pad_token_id=0, pad_token="p", model_max_length=512)
     processor = DataProcessor.__new__(DataProcessor)
     processor.config, processor.tokenizer = build(options).data, tokenizer

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch
 
-from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.run import train
@@ -60,31 +60,29 @@ def one(request, tmp_path_factory):
 
 
 def two_ranks(folder, options, resumed):
-    found = {"whole": traced(folder / "two", 2, options)}
-    return found | {"resumed": traced(folder / "again", 2, options | {"resume_from_checkpoint": str(resumed)})}
+    whole = traced(folder / "two", 2, options)
+    return whole, traced(folder / "again", 2, options | {"resume_from_checkpoint": str(resumed)})
 
 
-def test_two_ranks_make_the_steps_of_one_and_go_on_from_its_checkpoint(one, tmp_path):
-    folder, options, wanted, state = one
-    saved = next(path for path in checkpoint.in_order(folder / "run") if checkpoint.step_of(path) == SAVED)
-    found = launch(two_ranks, tmp_path, options, saved, num_processes=2, timeout=280)[0]
-    whole, of_two = found["whole"]
+@pytest.fixture(scope="module")
+def saved(one):
+    return next(path for path in checkpoint.in_order(one[0] / "run") if checkpoint.step_of(path) == SAVED)
+
+
+def test_two_ranks_make_the_steps_of_one_and_go_on_from_its_checkpoint(one, saved, tmp_path, ranks):
+    _, options, wanted, state = one
+    (whole, of_two), (rest, after) = ranks(2)(two_ranks, tmp_path, options, saved)[0]
     assert parity.compare(whole, wanted, "ddp", "streamed", 2).agrees
-    assert {name: of_two[name] for name in ("stream", "tokens", "samples")} == {
-        name: state[name] for name in ("stream", "tokens", "samples")
-    }
+    for name in ("stream", "tokens", "samples"):
+        assert of_two[name] == state[name], name
     assert state["samples"] == STEPS * parity.GLOBAL_ROWS == state["stream"]["row"] and state["tokens"] > 100
-    rest, after = found["resumed"]
-    assert after["stream"] == state["stream"] and after["tokens"] == state["tokens"]
-    assert max(abs(a - b) for a, b in zip(rest.losses, wanted.losses[SAVED:], strict=True)) < parity.LOSS_TOLERANCE
-    assert max((rest.weights[name] - wanted.weights[name]).abs().max() for name in rest.weights) < (
-        parity.WEIGHT_TOLERANCE
-    )
+    assert (after["stream"], after["tokens"]) == (state["stream"], state["tokens"])
+    assert rest.losses == pytest.approx(wanted.losses[SAVED:], rel=0, abs=parity.LOSS_TOLERANCE)
+    torch.testing.assert_close(rest.weights, wanted.weights, rtol=0, atol=parity.WEIGHT_TOLERANCE)
 
 
-def test_without_the_place_a_second_start_has_other_rows(one, tmp_path, monkeypatch):
-    folder, options, wanted, _ = one
-    saved = next(path for path in checkpoint.in_order(folder / "run") if checkpoint.step_of(path) == SAVED)
+def test_without_the_place_a_second_start_has_other_rows(one, saved, tmp_path, monkeypatch):
+    _, options, wanted, _ = one
     go_on = Trainer.go_on
 
     def forgetful(self):
@@ -97,11 +95,9 @@ def test_without_the_place_a_second_start_has_other_rows(one, tmp_path, monkeypa
 
 
 def test_a_run_goes_over_its_shards_again_and_says_what_it_read(tmp_path):
-    options = options_of(
-        written(tmp_path / "data"), num_workers=1, max_steps=20, max_length=128, save_steps=0, eval_steps=10
-    )
-    config = parity.task(tmp_path / "run", 1, training_type="basic", **options)
-    summary = train(config)
+    more = {"num_workers": 1, "max_steps": 20, "max_length": 128, "save_steps": 0, "eval_steps": 10}
+    options = options_of(written(tmp_path / "data"), training_type="basic", **more)
+    summary = train(parity.task(tmp_path / "run", 1, **options))
     assert summary["train"]["samples"] < 160 and summary["train"]["epochs"] >= 1
     assert any("streamed from 4 files, shuffled in windows of 16 rows" in note for note in summary["data"]["notes"])
     assert Path(summary["model_dir"]).is_dir() and summary["eval"]["split"] == "validation"

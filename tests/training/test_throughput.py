@@ -66,13 +66,10 @@ def test_ranks_of_different_hardware_have_no_common_peak():
     [
         ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
         ("NVIDIA H100 80GB HBM3", "no", 67e12),
-        ("H200", "fp16", 989e12),
         ("Tesla T4", "fp16", 65e12),
         ("Tesla T4", "bf16", None),
         ("NVIDIA A100-SXM4-40GB", "no", 19.5e12),
         ("NVIDIA H100 PCIe", "bf16", None),
-        ("NVIDIA A10", "bf16", None),
-        ("Tesla V100-PCIE-16GB", "fp16", None),
     ],
 )
 def test_the_peak_of_a_device_by_its_drivers_name(monkeypatch, name, precision, peak):
@@ -82,17 +79,12 @@ def test_the_peak_of_a_device_by_its_drivers_name(monkeypatch, name, precision, 
 
 def test_matmuls_that_may_be_rounded_have_the_tensor_cores_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert peak_of(torch.device("cuda"), "no")[1:] == (156e12, "of 156 TFLOP/s per GPU: A100-80, tf32, dense")
-    finally:
-        torch.set_float32_matmul_precision(before)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert peak_of(torch.device("cuda"), "no")[1:] == (156e12, "of 156 TFLOP/s per GPU: A100-80, tf32, dense")
 
 
 def test_the_drivers_names_are_of_accelerators_that_are_known():
-    names = hardware._catalogue()["device_names"]
-    assert len(names) >= 17 and set(names.values()) == set(hardware.accelerators()) - {"CPU"}
+    assert set(hardware._catalogue()["device_names"].values()) == set(hardware.accelerators()) - {"CPU"}
 
 
 def test_a_stopwatch_leaves_out_what_it_was_stopped_for(monkeypatch):

@@ -1,26 +1,19 @@
 """The monitors on real ranks: each rank's own memory, the share of communication, traces, and alerts said once."""
 
 import json
-from unittest import mock
 
 import pandas as pd
 import pytest
 import torch
+import torch.distributed as dist
 
 from course_lib.config import build
-from course_lib.launching.launch import launch
-from course_lib.training import run as runs
-from course_lib.training.callbacks import Callback
-from course_lib.training.callbacks.monitoring import (
-    CommunicationMonitor,
-    MemoryMonitor,
-    Profiler,
-    monitors,
-)
-from course_lib.training.engines.base import StepEngine
-from tests.training.callbacks import quick
+from course_lib.training.callbacks import Callback, FunctionCallback
+from course_lib.training.callbacks.monitoring import CommunicationMonitor, MemoryMonitor, Profiler, monitors
+from tests.ranks import on_ranks
+from tests.training import quick
 
-QUICK = quick.QUICK | {"max_steps": 8, "logging_steps": 4}
+STEPS = {"max_steps": 8, "logging_steps": 4}
 BALLAST_MIB = 400
 
 
@@ -45,93 +38,61 @@ class HeldMemory(MemoryMonitor):
         return 1000 + self.holder.held.nbytes / 2**20, 10_000.0
 
 
-class GradientBytes(Callback):
-    """Adds up what an all-reduce of all gradients carries."""
-
-    def on_train_end(self, trainer):
-        self.bytes = sum(parameter.nbytes for parameter in trainer.model.parameters())
-
-
-def train_all(folder: str) -> dict:
-    """Runs one after another on two ranks; gives what each rank's monitors kept."""
-    found = {}
-
-    def train(name, callbacks=(), **options):
-        with mock.patch.object(StepEngine, "close", lambda engine: engine.ranks.barrier()):
-            summary = runs.train(build(QUICK | {"output_dir": f"{folder}/{name}"} | options), callbacks)
-        return summary["train"]["final_loss"]
-
-    sizes = GradientBytes()
-    found["plain"] = train("plain", [sizes])
-    found["gradient bytes"] = sizes.bytes
+@on_ranks(2)
+def test_a_rank_that_holds_more_is_seen_and_said_once(tmp_path):
     holder = HoldsMore()
     memory = HeldMemory(holder, every=2, alert=0.999, imbalance=1.2)
-    found["held"] = train("held", [holder, memory])
-    found["alerts"] = memory.alerts
-    tight = MemoryMonitor(every=4, alert=1e-4, imbalance=100.0)
-    found["tight loss"] = train("tight", [tight])
-    found["tight"] = tight.alerts
-    found["all"] = train("all", memory_steps=4, communication_steps=3, profile_steps=2, profile_wait=1)
-    train("pipeline", communication_steps=4, training_type="pipeline")
-    train("too short", [Profiler(wait=20)])
-    return found
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("monitored")
-    return folder, launch(train_all, str(folder), num_processes=2, timeout=600)
-
-
-def test_a_rank_that_holds_more_is_seen_and_said_once(trained):
-    folder, (first, second) = trained
-    table = pd.read_csv(folder / "held" / "monitor" / "memory.csv").pivot(index="step", columns="rank", values="mib")
-    assert list(table.index) == [2, 4, 6, 8]
+    quick.train(tmp_path, [holder, memory], **STEPS)
+    table = pd.read_csv(tmp_path / "monitor" / "memory.csv").pivot(index="step", columns="rank", values="mib")
     apart = table[1] - table[0]
-    assert apart.tolist() == [0, BALLAST_MIB, BALLAST_MIB, BALLAST_MIB]
-    assert first["alerts"] == second["alerts"] and len(first["alerts"]) == 1
-    assert first["alerts"][0]["step"] in (4, 6) and first["alerts"][0]["alert"].startswith("rank 1 holds")
-    assert pd.read_csv(folder / "held" / "monitor" / "alerts.csv")["alert"].tolist() == [first["alerts"][0]["alert"]]
+    assert apart.to_dict() == {2: 0, 4: BALLAST_MIB, 6: BALLAST_MIB, 8: BALLAST_MIB}
+    (alert,) = memory.alerts
+    assert alert["step"] in (4, 6) and alert["alert"].startswith("rank 1 holds")
+    assert pd.read_csv(tmp_path / "monitor" / "alerts.csv")["alert"].tolist() == [alert["alert"]]
 
 
-def test_a_threshold_is_reported_for_each_rank_once(trained):
-    alerts = trained[1][0]["tight"]
-    assert [each["alert"][:12] for each in alerts] == ["rank 0 holds", "rank 1 holds"]
-    own = pd.read_csv(trained[0] / "all" / "monitor" / "memory.csv")["mib"]
-    assert (own > 50).all(), "without a plant it is the process's resident memory, torch and all"
-    assert all(each["step"] == 4 and "the threshold is 0%" in each["alert"] for each in alerts)
+@on_ranks(2)
+def test_a_threshold_is_reported_for_each_rank_once(tmp_path):
+    tight = MemoryMonitor(every=4, alert=1e-4, imbalance=100.0)
+    quick.train(tmp_path, [tight], **STEPS)
+    assert [(each["step"], each["alert"][:12]) for each in tight.alerts] == [(4, "rank 0 holds"), (4, "rank 1 holds")]
+    assert "the threshold is 0%" in tight.alerts[0]["alert"]
+    own = pd.read_csv(tmp_path / "monitor" / "memory.csv")["mib"]
+    assert own.min() > 50, "the process's resident memory, torch and all"
 
 
-def test_the_share_of_communication_is_metered_on_every_rank_and_nothing_is_changed(trained):
-    folder, (first, _) = trained
-    table = pd.read_csv(folder / "all" / "monitor" / "communication.csv")
+@on_ranks(2)
+def test_the_share_of_communication_is_metered_on_every_rank_and_nothing_is_changed(tmp_path):
+    sizes = set()
+    gradients = FunctionCallback(lambda trainer: sizes.add(sum(p.nbytes for p in trainer.model.parameters())))
+    plain = quick.train(tmp_path / "plain", [gradients], **STEPS)
+    watched = quick.train(tmp_path / "watched", **STEPS, memory_steps=4, communication_steps=3)
+    assert watched["train"]["final_loss"] == plain["train"]["final_loss"]
+    table = pd.read_csv(tmp_path / "watched" / "monitor" / "communication.csv")
     assert table[["step", "rank"]].to_numpy().tolist() == [[3, 0], [3, 1], [6, 0], [6, 1]]
     assert table["communication"].between(1e-4, 1).all() and (table["exposed"] <= table["communication"]).all()
-    assert table["mb_sent"].tolist() == pytest.approx([first["gradient bytes"] / 1e6] * 4, rel=0.01), (
-        "an all-reduce on two ranks sends each gradient once"
-    )
-    assert first["all"] == first["plain"] == first["held"], "watching leaves the training as it is"
-    piped = pd.read_csv(folder / "pipeline" / "monitor" / "communication.csv")
-    assert len(piped) == 4 and (piped["mb_sent"] > 0).all()
+    sent = [sizes.pop() / 1e6] * 4  # an all-reduce on two ranks sends each gradient once
+    assert table["mb_sent"].tolist() == pytest.approx(sent, rel=0.01)
+    quick.train(tmp_path / "piped", **STEPS, communication_steps=4, training_type="pipeline")
+    piped = pd.read_csv(tmp_path / "piped" / "monitor" / "communication.csv")["mb_sent"]
+    assert len(piped) == 4 and piped.min() > 0
 
 
-def test_each_rank_leaves_a_trace(trained):
-    folder = trained[0]
-    for rank in (0, 1):
-        (trace,) = (folder / "all" / "monitor").glob(f"rank-{rank}.*.pt.trace.json")
-        names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
-        assert {"aten::addmm", "ProfilerStep#2", "ProfilerStep#3"} <= names and "ProfilerStep#1" not in names
-        assert any("allreduce" in name or "all_reduce" in name for name in names)
-    assert not list((folder / "too short").glob("monitor/*.json"))
+@on_ranks(2)
+def test_each_rank_leaves_a_trace(tmp_path):
+    quick.train(tmp_path / "traced", **STEPS, profile_steps=2, profile_wait=1)
+    (trace,) = (tmp_path / "traced" / "monitor").glob(f"rank-{dist.get_rank()}.*.pt.trace.json")
+    names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"aten::addmm", "ProfilerStep#2", "ProfilerStep#3"} <= names and "ProfilerStep#1" not in names
+    assert any("allreduce" in name or "all_reduce" in name for name in names)
+    quick.train(tmp_path / "too short", [Profiler(wait=20)], **STEPS)
+    assert not list((tmp_path / "too short").glob("monitor/*.json"))
 
 
 def test_the_config_switches_them_on():
-    assert monitors(build(QUICK)) == []
-    memory, communication, profiler = monitors(
-        build(
-            {"memory_steps": 5, "memory_alert": 0.5, "imbalance_alert": 2, "communication_steps": 7, "profile_steps": 3}
-        )
-    )
+    assert monitors(build({})) == []
+    options = {"memory_steps": 5, "memory_alert": 0.5, "imbalance_alert": 2, "communication_steps": 7}
+    memory, communication, profiler = monitors(build(options | {"profile_steps": 3}))
     assert isinstance(memory, MemoryMonitor) and isinstance(profiler, Profiler)
     assert (memory.every, memory.alert, memory.imbalance) == (5, 0.5, 2)
     assert isinstance(communication, CommunicationMonitor) and communication.every == 7

@@ -19,23 +19,18 @@ from course_lib.training.callbacks.base import shows_bar
 from course_lib.training.callbacks.progress import LogLines, terminal_lines
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.run import train
+from tests.training import quick
 
-QUICK = {
+QUICK = quick.QUICK | {
     "model": "tiny-bert",
     "training_type": "basic",
     "max_train_samples": 48,
-    "max_eval_samples": 8,
     "max_length": 16,
-    "batch_size": 4,
     "max_steps": 6,
     "logging_steps": 2,
-    "eval_steps": 3,
-    "save_steps": 0,
-    "baselines": False,
-    "tracker": "none",
-    "watchdog": 0.0,
     "warmup_steps": 2,
     "learning_rate": 1e-3,
+    "watchdog": 0.0,
 }
 
 
@@ -43,7 +38,7 @@ QUICK = {
 def printed(tmp_path_factory):
     """What a run without a bar prints, and its folder."""
     folder, text = tmp_path_factory.mktemp("run") / "run", io.StringIO()
-    config = build(QUICK | {"output_dir": str(folder), "progress_bar": False})
+    config = build(QUICK | {"output_dir": str(folder), "eval_steps": 3})
     with contextlib.redirect_stdout(text):
         train(config, terminal_lines(config))
     return text.getvalue().splitlines(), folder
@@ -67,14 +62,8 @@ def test_the_first_lines_say_what_is_trained_on_what_how_and_where(printed):
 
 def test_each_logged_step_and_evaluation_is_a_line_with_the_time_left(printed):
     lines = [line for line in printed[0] if line.startswith("step ")]
-    steps = [
-        re.fullmatch(
-            r"step (\d)/6, epoch 0\.\d\d, loss \d\.\d{4}, lr \d\.\de-\d\d, \d+ samples/s, \d\d:\d\d left", line
-        )
-        for line in lines
-        if "/" in line
-    ]
-    assert [step.group(1) for step in steps if step] == ["2", "4", "6"]
+    logged = r"step (\d)/6, epoch 0\.\d\d, loss \d\.\d{4}, lr \d\.\de-\d\d, \d+ samples/s, \d\d:\d\d left"
+    assert [step for line in lines if "/" in line for step in re.findall(f"^{logged}$", line)] == ["2", "4", "6"]
     evaluations = [line for line in lines if "/" not in line]
     assert [line.partition(":")[0] for line in evaluations] == ["step 3", "step 6"]
     for line in evaluations:
@@ -92,7 +81,7 @@ def test_the_learning_rate_is_the_one_that_the_step_was_made_with(printed):
 
 
 def test_a_bar_needs_a_terminal(monkeypatch):
-    config = build(QUICK)
+    config = build(QUICK | {"progress_bar": True})
     main, other = pty.openpty()
     with os.fdopen(main), os.fdopen(other, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
@@ -113,10 +102,7 @@ def test_a_second_signal_ends_with_its_own_code_and_says_what_was_saved(tmp_path
             signal.raise_signal(number)
 
     for saves, told in ((0, "there is no checkpoint"), (2, f"the last checkpoint is .*{checkpoint.name(2)}")):
-        config = build(
-            QUICK
-            | {"output_dir": str(tmp_path / str(saves)), "progress_bar": False, "eval_steps": 0, "save_steps": saves}
-        )
+        config = build(QUICK | {"output_dir": str(tmp_path / str(saves)), "save_steps": saves})
         with pytest.raises(TrainingInterrupted, match=f"stopped at once by a second {number.name}; {told}") as ended:
             train(config, [FunctionCallback(twice)])
         assert ended.value.exit_code == code

@@ -1,7 +1,5 @@
 """Going on from a checkpoint is as if nothing had happened: state equal to the bit, the same rows, each once."""
 
-import dataclasses
-import functools
 import json
 import os
 import random
@@ -14,35 +12,27 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from course_lib import modeling
 from course_lib.config import build
-from course_lib.data import DataConnector, DataProcessor
 from course_lib.errors import CheckpointError, ConfigError, TrainingInterrupted
-from course_lib.launching.launch import RankError, launch
+from course_lib.launching.launch import RankError
 from course_lib.parallel.sharding import Shard
-from course_lib.system.seeding import rng_state, seed_everything
+from course_lib.system.seeding import rng_state
 from course_lib.training.callbacks import Callback
-from course_lib.training.checkpoints import (
-    async_save,
-    checkpoint,
-    manifest,
-    resuming,
-    run_folder,
-    safetensors_tree,
-    sharded,
-)
+from course_lib.training.checkpoints import async_save, checkpoint, manifest, resuming, run_folder, sharded
+from course_lib.training.checkpoints import safetensors_tree as trees
 from course_lib.training.checkpoints.sharded_state import ShardedState
 from course_lib.training.state import TrainState
-from course_lib.training.trainer import Trainer
 from tests.fresh_accelerator import forget_accelerator
 from tests.narrow_presets import narrowed
+from tests.ranks import on_ranks
+from tests.training import quick
 
 # 22 rows in global batches of 4: six steps per epoch, the last with two rows.
-BASE = {
+BASE = quick.QUICK | {
     "dataset": "tweets",
     "max_train_samples": 22,
-    "max_eval_samples": 8,
     "max_length": 24,
     "model": "tiny-bert",
     "training_type": "basic",
@@ -53,15 +43,13 @@ BASE = {
     "warmup_steps": 3,
     "logging_steps": 4,
     "eval_steps": 4,
+    "keep_best": True,
     "best_metric": "loss",
     "save_steps": 3,
     "save_total_limit": None,
     "early_stopping_patience": 50,
-    "progress_bar": False,
-    "device": "cpu",
-    "mixed_precision": "no",
-    "tracker": "none",
 }
+OF_RANKS = {"training_type": "accelerated", "batch_size": 1, "max_steps": 9}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,25 +60,6 @@ def small_models():
     with narrowed(words=300, width=16, num_hidden_layers=1):
         yield
     torch.set_num_threads(threads)
-
-
-@functools.cache
-def data_of(data, model, seed):
-    text = DataConnector(data, seed).load()
-    loaded = load(model, data, seed, text)
-    processor = DataProcessor(data, loaded.tokenizer, max_positions=loaded.max_positions)
-    return text, processor, processor.process(text)
-
-
-def load(model, data, seed, text):
-    return modeling.load(
-        model,
-        data.task,
-        label_names=text.label_names,
-        texts=text.splits["train"]["text"],
-        seed=seed,
-        max_length=data.max_length,
-    )
 
 
 class Crash(Exception):
@@ -136,7 +105,7 @@ def snapshot(trainer):
         "random": rng_state(trainer.device),
         "state": {k: v for k, v in trainer.state.as_dict().items() if k not in ("seconds", "max_steps")},
         "rates": [group["lr"] for group in trainer.optimizer.param_groups],
-        "best weights": safetensors_tree.load(trainer.best_file) if trainer.state.best_step else {},
+        "best weights": trees.load(trainer.best_file) if trainer.state.best_step else {},
     }
     over, tree["state"]["step_in_epoch"] = divmod(trainer.state.step_in_epoch, trainer.state.steps_per_epoch)
     tree["state"]["epoch"] += over  # the end of an epoch is the beginning of the next
@@ -165,13 +134,9 @@ def differing(found, wanted):
     return [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
 
 
-def trainer_of(folder, recorder, **options):
+def trainer_of(folder, recorder=None, **options):
     config = build(BASE | {"output_dir": str(folder)} | options)
-    text, processor, data = data_of(config.data, config.model, config.run.seed)
-    seed_everything(config.run.seed)
-    loaded = load(config.model, config.data, config.run.seed, text)
-    config.output_dir.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(config, loaded, data, processor, [recorder])
+    trainer = quick.trainer_of(config, [recorder or Recorder()])
     if config.run.training_type == "basic":
         # fp16's scaler has no use on a CPU; here it scales fp32, and doubles every second step.
         trainer.engine.scaler = trainer.stored.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
@@ -195,14 +160,10 @@ def undisturbed(tmp_path_factory):
     return folder, *run(folder)
 
 
-def test_the_rows_of_the_undisturbed_run(undisturbed):
-    """Two epochs and two steps, each row once per epoch."""
-    _, recorder, end = undisturbed
-    assert list(recorder.steps) == list(range(1, 15)) and len(end) > 100
-    for first in (1, 7):
-        rows = [row for step in range(first, first + 6) for row in recorder.steps[step]]
-        assert sorted(rows) == list(range(22))
-    assert recorder.steps[1] != recorder.steps[7]
+def logged(folder):
+    """What a run logged, without its times."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if "second" not in name} for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -228,22 +189,19 @@ def test_a_chain_of_resumes_is_the_undisturbed_run(tmp_path, undisturbed, option
         assert recorder.draws == {step: wanted.draws[step] for step in recorder.draws}
     assert found == starts and steps == wanted.steps
     assert differing(ended, end) == []
-    lines = [
-        [json.loads(line) for line in (each / "metrics.jsonl").read_text().splitlines()]
-        for each in (folder, tmp_path / "through" if options else undisturbed[0])
-    ]
-    timeless = [[{k: v for k, v in line.items() if "second" not in k} for line in each] for each in lines]
-    assert timeless[0] == timeless[1]
+    through = tmp_path / "through" if options else undisturbed[0]
+    assert logged(folder) == logged(through)
 
 
-FRESH = {"python": random.Random(1).getstate(), "torch": torch.Generator().manual_seed(1).get_state()}
+def changed(name, change):
+    """A function of a folder that changes one file of state as if an item had not been saved."""
 
+    def drop(folder):
+        tree = trees.load(folder / name)
+        change(tree)
+        trees.save(tree, folder / name)
 
-def edit(folder, name, change):
-    """Change one file of state as if an item had not been saved, and sum anew."""
-    tree = safetensors_tree.load(folder / name)
-    change(tree)
-    safetensors_tree.save(tree, folder / name)
+    return drop
 
 
 def zeros(state):
@@ -262,41 +220,26 @@ def forget(name, value):
     return drop
 
 
-def tree(name, change):
-    return lambda folder: edit(folder, name, change)
-
-
+MODEL, OPTIMIZER, ENGINE, RANDOM = (f"{name}.safetensors" for name in ("model", "optimizer", "engine", "random-0"))
+PYTHON, TORCH = random.Random(1).getstate(), torch.Generator().manual_seed(1).get_state()
 DROPPED = {
-    "weights": (tree("model.safetensors", lambda t: [w.zero_() for n, w in t.items() if "query" in n]), "/model"),
-    "first moment": (tree("optimizer.safetensors", zeros("exp_avg")), "/optimizer"),
-    "second moment": (tree("optimizer.safetensors", zeros("exp_avg_sq")), "/optimizer"),
-    "optimizer's step": (tree("optimizer.safetensors", zeros("step")), "/optimizer"),
-    "schedule": (tree("engine.safetensors", lambda t: t["scheduler"].update(last_epoch=0)), "/scheduler"),
-    "scale": (tree("engine.safetensors", lambda t: t["engine"]["scaler"].update(scale=8.0)), "/engine"),
-    "scaler's count": (
-        tree("engine.safetensors", lambda t: t["engine"]["scaler"].update(_growth_tracker=0)),
-        "/engine",
-    ),
-    "Python's stream": (tree("random-0.safetensors", lambda t: t.update(python=FRESH["python"])), "/random/python"),
-    "NumPy's stream": (tree("random-0.safetensors", lambda t: t["numpy"]["state"].update(pos=0)), "/random/numpy"),
-    "torch's stream": (tree("random-0.safetensors", lambda t: t.update(torch=FRESH["torch"])), "/random/torch"),
-    "best weights": (
-        lambda folder: shutil.copy(folder / "model.safetensors", folder / "best.safetensors"),
-        "/best weights",
-    ),
-    "step": (forget("step", 0), "/state/step"),
-    "epoch": (forget("epoch", 0), "/state/epoch"),
-    "place in the epoch": (forget("step_in_epoch", 0), "/state/step_in_epoch"),
-    "samples": (forget("samples", 0), "/state/samples"),
-    "tokens": (forget("tokens", 0), "/state/tokens"),
-    "FLOPs": (forget("flops", 0.0), "/state/flops"),
-    "losses not yet logged": (forget("window", []), "/state/window"),
-    "last loss": (forget("last_loss", None), "/state/last_loss"),
-    "best value": (forget("best_value", None), "/state/best_value"),
-    "best step": (forget("best_step", None), "/state/best_step"),
-    "evaluations since": (forget("evaluations_since_best", 0), "/state/evaluations_since_best"),
-    "step of the last evaluation": (forget("evaluated_at", None), "/state/evaluated_at"),
+    "weights": (changed(MODEL, lambda t: [w.zero_() for n, w in t.items() if "query" in n]), "/model"),
+    "first moment": (changed(OPTIMIZER, zeros("exp_avg")), "/optimizer"),
+    "second moment": (changed(OPTIMIZER, zeros("exp_avg_sq")), "/optimizer"),
+    "optimizer's step": (changed(OPTIMIZER, zeros("step")), "/optimizer"),
+    "schedule": (changed(ENGINE, lambda t: t["scheduler"].update(last_epoch=0)), "/scheduler"),
+    "scale": (changed(ENGINE, lambda t: t["engine"]["scaler"].update(scale=8.0)), "/engine"),
+    "scaler's count": (changed(ENGINE, lambda t: t["engine"]["scaler"].update(_growth_tracker=0)), "/engine"),
+    "Python's stream": (changed(RANDOM, lambda t: t.update(python=PYTHON)), "/random/python"),
+    "NumPy's stream": (changed(RANDOM, lambda t: t["numpy"]["state"].update(pos=0)), "/random/numpy"),
+    "torch's stream": (changed(RANDOM, lambda t: t.update(torch=TORCH)), "/random/torch"),
+    "best weights": (lambda folder: shutil.copy(folder / MODEL, folder / "best.safetensors"), "/best weights"),
 }
+PLANNED = ("max_steps", "steps_per_epoch", "seconds", "stop")  # anew, or a matter of time
+STREAMED = ("stream",)  # tests/training/test_streamed.py
+for item, first in TrainState().as_dict().items():
+    if item not in (*PLANNED, *STREAMED):
+        DROPPED[item] = forget(item, first), f"/state/{item}"
 
 
 @pytest.fixture(scope="module")
@@ -307,34 +250,21 @@ def nine(undisturbed):
 @pytest.mark.parametrize("item", [None, *DROPPED])
 def test_whatever_is_not_put_back_is_noticed(tmp_path, undisturbed, nine, item):
     """Step 9 is the third of the second epoch, one after an evaluation and a logged line."""
-    folder = tmp_path / nine.name
-    shutil.copytree(nine, folder)
+    folder = shutil.copytree(nine, tmp_path / nine.name)
     if item:
         DROPPED[item][0](folder)
         manifest.seal(folder)
-    recorder = Recorder()
-    trainer = trainer_of(tmp_path / "run", recorder, resume_from_checkpoint=str(folder))
+    trainer = trainer_of(tmp_path / "run", resume_from_checkpoint=str(folder))
     resuming.resume(trainer)
     found = differing(snapshot(trainer), undisturbed[1].saved[9])
     assert [name for name in found if name.startswith(DROPPED[item][1])] if item else not found
 
 
-def test_the_mutants_are_at_least_twelve():
-    assert len(DROPPED) == 23
-    state = {f.name for f in dataclasses.fields(TrainState)}
-    tested = {place.removeprefix("/state/") for _, place in DROPPED.values() if place.startswith("/state/")}
-    elsewhere = {"stream"}  # tests/training/test_streamed.py
-    assert state - tested - elsewhere == {"max_steps", "steps_per_epoch", "seconds", "stop"}, (
-        "planned anew, or a matter of time"
-    )
-
-
 def test_without_its_best_weights_a_checkpoint_begins_the_search_anew(tmp_path, nine, capsys):
-    folder = tmp_path / nine.name
-    shutil.copytree(nine, folder)
+    folder = shutil.copytree(nine, tmp_path / nine.name)
     (folder / "best.safetensors").unlink()
     manifest.seal(folder)
-    trainer = trainer_of(tmp_path / "run", Recorder(), resume_from_checkpoint=str(folder))
+    trainer = trainer_of(tmp_path / "run", resume_from_checkpoint=str(folder))
     trainer.train()
     assert "holds no weights of the best evaluation" in capsys.readouterr().out
     assert trainer.state.best_step > 9 and trainer.best_file.exists()
@@ -366,14 +296,14 @@ def test_auto_begins_anew_where_nothing_is_whole_and_says_so(tmp_path, nine, cap
         shutil.copytree(nine, folder / nine.name)
     os.truncate(damaged / nine.name / "model.safetensors", 100)
     for folder, step in ((fresh, 0), (damaged, 0), (whole, 9)):
-        trainer = trainer_of(folder, Recorder(), resume_from_checkpoint="auto")
+        trainer = trainer_of(folder, resume_from_checkpoint="auto")
         resuming.resume(trainer)
         assert trainer.state.step == step
         said = capsys.readouterr().out
         assert ("no whole checkpoint" in said and "beginning anew" in said) == (step == 0)
         assert ("model.safetensors has 100 bytes" in said) == (folder == damaged)
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        resuming.resume(trainer_of(damaged, Recorder(), resume_from_checkpoint="latest"))
+        resuming.resume(trainer_of(damaged, resume_from_checkpoint="latest"))
 
 
 def test_auto_takes_a_folder_of_a_run_and_no_other(tmp_path):
@@ -408,7 +338,7 @@ def test_ranks_that_see_different_checkpoints_do_not_mix_them(tmp_path, nine):
 
 
 def test_a_rank_that_dies_meanwhile_is_no_fault_of_the_checkpoint(tmp_path, nine):
-    trainer = trainer_of(tmp_path, Recorder(), resume_from_checkpoint=str(nine))
+    trainer = trainer_of(tmp_path, resume_from_checkpoint=str(nine))
     gloo = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9"
     for error, told in (
         (RuntimeError(gloo), RuntimeError),
@@ -429,156 +359,115 @@ SHARDED = [
 ]
 
 
-def chain(folder, options):
-    """The undisturbed run and a chain of two resumes on the ranks that are here; gives what differs, and the starts."""
-
-    def one(place, crash_at=None, **more):
-        forget_accelerator()
-        plain = {"training_type": "accelerated", "batch_size": 1, "max_steps": 9}
-        return run(folder / place, crash_at, **(plain | options | more))
-
-    wanted, end = one("through")
-    found, starts = [], []
-    for crash_at in (4, 8, None):
-        recorder, ended = one("run", crash_at, resume_from_checkpoint="auto")
-        starts.append(min(recorder.steps) - 1)
-        found += [
-            name
-            for step in recorder.steps
-            if recorder.steps[step] != wanted.steps[step]
-            for name in [f"rows of step {step}"]
-        ]
-    return starts, found + differing(ended, end), len(end), wanted.steps
-
-
-def on_two_ranks(folder):
-    """Everything that needs ranks, in one start."""
-    torch.distributed.init_process_group("gloo")
-    found = {"chains": [chain(folder / str(i), options) for i, options in enumerate(SHARDED)]}
-
-    first = folder / "0" / "through" / checkpoint.name(3)
-    if not torch.distributed.get_rank():
-        shutil.copytree(first, folder / "one rank" / first.name)
-        (folder / "one rank" / first.name / "random-1.safetensors").unlink()
-        manifest.seal(folder / "one rank" / first.name)
-    torch.distributed.barrier()
-    forget_accelerator()
-    begun = torch.get_rng_state()
-    trainer = trainer_of(
-        folder / "more ranks",
-        Recorder(),
-        training_type="accelerated",
-        batch_size=1,
-        resume_from_checkpoint=str(folder / "one rank" / first.name),
-    )
-    at_first = torch.get_rng_state()
-    resuming.resume(trainer)
-    found["streams"] = [state.sum().item() for state in (begun, at_first, torch.get_rng_state())]
-
-    for name, copy in (("copied", async_save.replace), ("not copied", lambda shard, data: shard)):
-        with mock.patch.object(async_save, "replace", copy):
-            found[name] = saved_while_training(folder / name)
-
-    found["parts"] = saved_without_a_shared_disk(folder / "parts")
-    found["best"] = [best_without_a_shared_disk(folder / f"best {i}", SHARDED[i]) for i in (0, 1, 4, 5)]
+def gathered(mine):
+    """What each of the two ranks has."""
+    found = [None, None]
+    dist.all_gather_object(found, mine)
     return found
 
 
-def saved_without_a_shared_disk(folder):
-    """The files of each machine's part of a checkpoint written while training went on, one rank per machine."""
-    rank = torch.distributed.get_rank()
-    run_dir = folder / f"machine {rank}"
-    with mock.patch.dict(os.environ, LOCAL_RANK="0"):
-        saver = async_save.BackgroundSaver(run_dir, None, torch.distributed.barrier)
-        shard = Shard(torch.Size([12]), 6 * rank, torch.full((6,), float(rank)))
-        saver.start(1, lambda part: (part / f"rank-{rank}").touch(), {"model/w": shard})
-        saver.wait()
-    return sorted(path.name for path in (run_dir / checkpoint.name(1)).iterdir())
+@pytest.mark.parametrize("options", SHARDED, ids=lambda options: options.get("strategy", "pipeline"))
+@on_ranks(2, timeout=1600)
+def test_ranks_resume_to_the_bit(tmp_path, options):
+    """A chain of two resumes, each after a crash a step or two beyond a checkpoint."""
+
+    def one(place, crash_at=None, **more):
+        forget_accelerator()
+        return run(tmp_path / place, crash_at, **(OF_RANKS | options | more))
+
+    wanted, end = one("through")
+    starts = []
+    for crash_at in (4, 8, None):
+        recorder, ended = one("run", crash_at, resume_from_checkpoint="auto")
+        starts.append(min(recorder.steps) - 1)
+        assert recorder.steps == {step: wanted.steps[step] for step in recorder.steps}
+    assert starts == [0, 3, 6] and differing(ended, end) == []
+    if "model" not in options:
+        of_ranks = gathered([row for step in range(1, 7) for row in wanted.steps[step]])
+        assert sorted(of_ranks[0] + of_ranks[1]) == list(range(22)), "an epoch, each row on one rank"
 
 
-def best_without_a_shared_disk(folder, options):
-    """Lose the weights after an evaluation that was the best; gives what came back otherwise, and who has the file."""
+@on_ranks(2)
+def test_a_rank_more_than_saved_has_a_stream_of_its_own(tmp_path):
+    saved = tmp_path / "run" / checkpoint.name(3)
+    run(tmp_path / "run", **OF_RANKS | {"max_steps": 3})
+    if not dist.get_rank():
+        (saved / "random-1.safetensors").unlink()
+        manifest.seal(saved)
+    dist.barrier()
     forget_accelerator()
-    plain = {"training_type": "accelerated", "batch_size": 1}
-    trainer = trainer_of(folder / f"machine {torch.distributed.get_rank()}", Recorder(), **(plain | options))
-    tensors = (
-        {name: shard.data for name, shard in trainer.stored.shards().items()}
-        if isinstance(trainer.stored, ShardedState)
-        else trainer.model.state_dict()
-    )
-    trainer.saver.save_best()
-    best = dict(leaves(tensors, ""))
-    for tensor in tensors.values():
-        tensor.zero_()
-    lost = differing(dict(leaves(tensors, "")), best)
-    trainer.state.best_step, trainer.state.step = 1, 2
-    trainer.saver.load_best()
-    return len(lost), differing(dict(leaves(tensors, "")), best), trainer.best_file.exists()
+    trainer = trainer_of(tmp_path / "more", **OF_RANKS, resume_from_checkpoint=str(saved))
+    before = torch.get_rng_state()
+    resuming.resume(trainer)
+    states = [tuple(state.tolist()) for of_rank in gathered((before, torch.get_rng_state())) for state in of_rank]
+    assert len(set(states)) == 4
 
 
-def saved_while_training(folder):
-    """What is stored of two steps whose successors changed the weights before the first byte was written, by step."""
+@pytest.mark.parametrize(
+    ("copy", "stored"),
+    [(async_save.replace, [1.0, 2.0]), (lambda shard, data: shard, [2.0, 3.0])],
+    ids=["copied", "not copied"],
+)
+@on_ranks(2)
+def test_asynchronous_saving_never_mixes_two_steps(tmp_path, monkeypatch, copy, stored):
+    """Each step's successor changes the weights before its first byte is written; the copy is what keeps them."""
     gone_on, weights = threading.Event(), torch.zeros(6)
 
     def late(*arguments, real=sharded.save):
         assert gone_on.wait(120)
         real(*arguments)
 
-    with mock.patch.object(sharded, "save", late):
-        saver = async_save.BackgroundSaver(folder, None, torch.distributed.barrier)
-        for step in (1, 2):
-            weights.fill_(step)
-            shard = Shard(torch.Size([12]), 6 * torch.distributed.get_rank(), weights)
-            saver.start(step, lambda _: None, {"model/w": shard})
-            weights.fill_(step + 1)
-            gone_on.set()
-            saver.wait()
-            gone_on.clear()
-    return {step: set(sharded.whole(folder / checkpoint.name(step), "model/")["w"].tolist()) for step in (1, 2)}
+    monkeypatch.setattr(async_save, "replace", copy)
+    monkeypatch.setattr(sharded, "save", late)
+    saver = async_save.BackgroundSaver(tmp_path, None, dist.barrier)
+    for step, value in enumerate(stored, 1):
+        weights.fill_(step)
+        saver.start(step, lambda _: None, {"model/w": Shard(torch.Size([12]), 6 * dist.get_rank(), weights)})
+        weights.fill_(step + 1)
+        gone_on.set()
+        saver.wait()
+        gone_on.clear()
+        assert sharded.whole(tmp_path / checkpoint.name(step), "model/")["w"].tolist() == [value] * 12
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory, small_models):
-    return launch(on_two_ranks, tmp_path_factory.mktemp("ranks"), num_processes=2, timeout=1600)
+@on_ranks(2)
+def test_machines_without_a_shared_disk_keep_their_parts(tmp_path, monkeypatch):
+    rank = dist.get_rank()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    saver = async_save.BackgroundSaver(tmp_path / f"machine {rank}", None, dist.barrier)
+    shard = Shard(torch.Size([12]), 6 * rank, torch.full((6,), float(rank)))
+    saver.start(1, lambda part: (part / f"rank-{rank}").touch(), {"model/w": shard})
+    saver.wait()
+    found = sorted(path.name for path in (tmp_path / f"machine {rank}" / checkpoint.name(1)).iterdir())
+    assert found == [[manifest.MANIFEST, "rank-0", "shards"], ["rank-1", "shards"]][rank]
 
 
-@pytest.mark.parametrize("i", range(len(SHARDED)), ids=[f"{o.get('strategy', 'pipeline')}" for o in SHARDED])
-def test_ranks_resume_to_the_bit(two_ranks, i):
-    results = [rank["chains"][i] for rank in two_ranks]
-    for starts, differences, items, _ in results:
-        assert starts == [0, 3, 6] and differences == [] and items > 60
-    if "model" not in SHARDED[i]:
-        both = [results[0][3][step] + results[1][3][step] for step in range(1, 7)]
-        assert sorted(row for rows in both for row in rows) == list(range(22)), "an epoch, each row on one rank"
-
-
-def test_a_rank_more_than_saved_has_a_stream_of_its_own(two_ranks):
-    (_, before_0, after_0), (_, before_1, after_1) = (rank["streams"] for rank in two_ranks)
-    assert len({before_0, after_0, before_1, after_1}) == 4
-
-
-def test_asynchronous_saving_never_mixes_two_steps(two_ranks):
-    for rank in two_ranks:
-        assert rank["copied"] == {1: {1.0}, 2: {2.0}}
-        assert rank["not copied"] == {1: {2.0}, 2: {3.0}}, "the copy is what does it"
-
-
-def test_machines_without_a_shared_disk_keep_their_parts_and_get_the_best_weights_back(two_ranks):
-    first, second = two_ranks
-    assert first["parts"] == [manifest.MANIFEST, "rank-0", "shards"] and second["parts"] == ["rank-1", "shards"]
-    for rank in two_ranks:
-        assert [differences for _, differences, _ in rank["best"]] == [[]] * 4
-        assert all(lost for lost, _, _ in rank["best"]) and len(rank["best"]) == 4
-    assert {has for *_, has in first["best"]} == {True} and {has for *_, has in second["best"]} == {False}
+@pytest.mark.parametrize("options", [SHARDED[i] for i in (0, 1, 4, 5)], ids=lambda o: o.get("strategy", "pipeline"))
+@on_ranks(2)
+def test_machines_without_a_shared_disk_get_the_best_weights_back(tmp_path, options):
+    """Which were lost after the evaluation that was the best; the main rank has their file."""
+    forget_accelerator()
+    trainer = trainer_of(tmp_path / f"machine {dist.get_rank()}", **OF_RANKS | options)
+    stored = trainer.stored
+    tensors = trainer.model.state_dict()
+    if isinstance(stored, ShardedState):
+        tensors = {name: shard.data for name, shard in stored.shards().items()}
+    trainer.saver.save_best()
+    best = dict(leaves(tensors, ""))
+    for tensor in tensors.values():
+        tensor.zero_()
+    assert differing(dict(leaves(tensors, "")), best)
+    trainer.state.best_step, trainer.state.step = 1, 2
+    trainer.saver.load_best()
+    assert differing(dict(leaves(tensors, "")), best) == []
+    assert trainer.best_file.exists() == (dist.get_rank() == 0)
 
 
 def fails_alone(folder):
     """Rank 1 fails a step after a checkpoint was begun, which the other rank knows nothing of."""
-    torch.distributed.init_process_group("gloo")
-    recorder = Recorder(crash_at=4 if torch.distributed.get_rank() else None)
-    trainer_of(folder, recorder, **{"training_type": "accelerated", "batch_size": 1} | SHARDED[4]).train()
+    trainer_of(folder, Recorder(crash_at=4 if dist.get_rank() else None), **OF_RANKS | SHARDED[4]).train()
 
 
-def test_a_rank_that_fails_while_a_checkpoint_is_written_says_so_and_waits_for_nobody(tmp_path):
+def test_a_rank_that_fails_while_a_checkpoint_is_written_says_so_and_waits_for_nobody(tmp_path, ranks):
     with pytest.raises(RankError, match=r"rank 1 raised \S+Crash"):
-        launch(fails_alone, tmp_path, num_processes=2, timeout=240)
+        ranks(2, join=True, timeout=240)(fails_alone, tmp_path)
