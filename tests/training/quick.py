@@ -3,7 +3,10 @@
 import copy
 import dataclasses
 import functools
+import json
 from unittest import mock
+
+import torch
 
 from course_lib import modeling
 from course_lib.config import build
@@ -53,3 +56,20 @@ def train(folder, callbacks=(), **options):
     """Train on the ranks that are here as the command line does; their process group stays, for the next training."""
     with mock.patch.object(StepEngine, "close", lambda engine: engine.ranks.barrier()):
         return run.train(build(QUICK | {"output_dir": str(folder)} | options), callbacks)
+
+
+def without_dropout(model):
+    """Whose random numbers are each rank's own."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+
+def logged(folder):
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder):
+    """Those that a run logged."""
+    return [line["loss"] for line in logged(folder) if "loss" in line]

@@ -1,7 +1,5 @@
 """The accelerated trainer on real ranks: the same run at 1, 2 and 4."""
 
-import json
-
 import pytest
 import torch
 
@@ -22,16 +20,12 @@ OPTIONS = quick.QUICK | {
 def train(folder, unsynchronised=False, **options):
     """Train on this rank without dropout; gives the losses, the weights, and how many rows an evaluation has."""
     trainer = quick.trainer_of(build(OPTIONS | {"output_dir": str(folder)} | options))
-    for module in trainer.model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    quick.without_dropout(trainer.model)
     if unsynchronised:
         trainer.engine.accumulating = lambda last: trainer.ranks.accelerator.no_sync(trainer.wrapped)
     trainer.train()
     weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    losses = [line["loss"] for line in lines if "loss" in line]
-    return losses, weights, trainer.evaluate("validation")["rows"]
+    return quick.losses(folder), weights, trainer.evaluate("validation")["rows"]
 
 
 def test_the_same_losses_at_one_two_and_four_ranks(tmp_path, ranks):

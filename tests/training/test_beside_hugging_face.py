@@ -5,7 +5,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-import torch
 from torch.utils.data import Sampler
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 
@@ -47,9 +46,7 @@ def prepared():
     """Data, and a model without dropout, whose masks would differ."""
     config = config_files.load(overrides=OWN)
     loaded, data, processor = quick.prepared(config.data, config.model, 0)
-    for module in loaded.model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    quick.without_dropout(loaded.model)
     return loaded, data, processor
 
 

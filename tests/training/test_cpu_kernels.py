@@ -60,7 +60,6 @@ def test_every_bit_of_the_words_is_fair_and_none_follows_another():
     ("options", "device", "picked"),
     [
         ({}, "cpu", "fast"),
-        ({"training_type": "pipeline"}, "cpu", "fast"),
         ({"training_type": "basic"}, "cpu", "torch"),
         ({"torch_compile": True}, "cpu", "torch"),
         ({"training_type": "basic", "cpu_kernels": "fast"}, "cpu", "fast"),
@@ -190,10 +189,6 @@ NOTHING_TO_SEE[1, 0, 3] = False
         {"mask": torch.zeros(2, 1, 6, 6)},
         {"mask": NOTHING_TO_SEE},
         {"keys": 9},
-        {"sliding_window": 3},
-        {"s_aux": torch.zeros(4)},
-        {"cu_seq_lens_q": torch.tensor([0, 6])},
-        {"head_mask": torch.ones(4)},
         {"something_new": True},
     ],
 )

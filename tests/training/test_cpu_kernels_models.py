@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AttentionInterface, AutoModelForSequenceClassification
+from transformers import CONFIG_MAPPING, AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from course_lib.config import build as config_of
@@ -60,6 +60,10 @@ def test_fast_models_drop():
     assert not torch.allclose(*(model.train()(**batch()).logits for _ in range(2)))
 
 
+def biases_of(model):
+    return [each for name, each in model.named_parameters() if "relative_attention_bias" in name]
+
+
 @pytest.mark.parametrize("architecture", some(["t5", "mt5", "umt5"], "t5"))
 def test_the_trained_model_is_what_transformers_loads(tmp_path, monkeypatch, architecture):
     """Its scores too: a position bias that training left out would be in the weights and count elsewhere."""
@@ -67,49 +71,32 @@ def test_the_trained_model_is_what_transformers_loads(tmp_path, monkeypatch, arc
     model = tiny_architectures.build(
         CONFIG_MAPPING[architecture], "classification", eos_token_id=tokenizer.sep_token_id, vocab_size=len(tokenizer)
     )
-    biases = [each for name, each in model.named_parameters() if "relative_attention_bias" in name]
-    for each in biases:
+    for each in biases_of(model):
         nn.init.normal_(each, std=5.0)
     model.save_pretrained(tmp_path / "begun")
     tokenizer.save_pretrained(tmp_path / "begun")
-    options = {
-        "model": str(tmp_path / "begun"),
-        "training_type": "basic",
-        "cpu_kernels": "fast",
-        "max_eval_samples": 32,
-    }
-    options |= {"max_steps": 6, "batch_size": 8, "learning_rate": 3e-3, "output_dir": str(tmp_path / "run")}
+    options = {"training_type": "basic", "cpu_kernels": "fast", "max_steps": 6, "batch_size": 8, "learning_rate": 3e-3}
+    options |= {"model": str(tmp_path / "begun"), "max_eval_samples": 32, "output_dir": str(tmp_path / "run")}
     config = config_of(quick.QUICK | options)
     config.output_dir.mkdir()
     trainer, _ = build_trainer(config)
     trainer.train()
     assert trainer.cpu_kernels == "fast" and [m for m in trainer.model.modules() if type(m) is cpu_kernels.Dropout16]
     scores = trainer.evaluate("validation")
-    trainer.model.save_pretrained(tmp_path / "saved")
     AttentionInterface.register("sdpa", sdpa_attention_forward)
-    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").eval()
-
-    def scored():
-        """Loss and accuracy by nothing but transformers."""
-        labels, logits = [], []
-        for given in trainer.eval_loaders["validation"]:
-            labels.append(given["labels"])
-            with torch.no_grad():
-                logits.append(plain(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).logits)
-        labels, logits = torch.cat(labels), torch.cat(logits)
-        loss = nn.functional.cross_entropy(logits, labels).item()
-        return loss, (logits.argmax(-1) == labels).float().mean().item()
-
-    assert scored() == pytest.approx((scores["loss"], scores["accuracy"]), abs=1e-6)
     monkeypatch.setattr(cpu_kernels, "keep_freed_memory", lambda: pytest.fail("an evaluation sets malloc"))
-    trainer.tokenizer.save_pretrained(tmp_path / "saved")
-    asked = {"model": str(tmp_path / "saved"), "training_type": "accelerated", "cpu_kernels": "fast"}
-    again = evaluate(config.replace(**asked), "validation")
-    assert (again["loss"], again["accuracy"]) == (scores["loss"], scores["accuracy"]), "by torch's kernels, to the bit"
-    for name, each in plain.named_parameters():
-        if "relative_attention_bias" in name:
-            nn.init.zeros_(each)
-    assert biases and abs(scored()[0] - scores["loss"]) > 1e-3, "without the bias it is another model"
+
+    def scored(folder):
+        """Loss and accuracy of the trained model as it is loaded anew, by torch's kernels."""
+        trainer.model.save_pretrained(folder)
+        trainer.tokenizer.save_pretrained(folder)
+        found = evaluate(config.replace(model=str(folder), training_type="accelerated"), "validation")
+        return found["loss"], found["accuracy"]
+
+    assert scored(tmp_path / "saved") == (scores["loss"], scores["accuracy"]), "to the bit"
+    for each in biases_of(trainer.model):
+        nn.init.zeros_(each)
+    assert abs(scored(tmp_path / "without")[0] - scores["loss"]) > 1e-3, "without the bias it is another model"
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,18 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from sklearn.metrics import accuracy_score, f1_score
 from torch.nn.functional import cross_entropy
 
 from course_lib.config import build
-from course_lib.launching.launch import launch
 from course_lib.lessons.evaluation import reference_metrics
 from course_lib.training import run as runs
 from course_lib.training.engines import compose
 from course_lib.training.engines.base import StepEngine
 from course_lib.training.evaluation import ClassificationCounts
 from course_lib.training.trainer import Trainer
+from tests.ranks import on_ranks
 from tests.training import quick
 
 
@@ -31,7 +32,6 @@ def narrow_presets():
 MODELS = {"classification": "tiny-bert", "causal_lm": "tiny-gpt2", "masked_lm": "tiny-bert"}
 UNEVEN, DEGENERATE = (37, 8), (5, 8)  # rows and rows in a batch: 37 and 5 share no factor with 2, 3 or 4
 CASES = [(task, split) for task in MODELS for split in (UNEVEN, DEGENERATE)]
-WORLD_SIZES = (1, 2, 3, 4)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,38 +72,6 @@ def trainer_for(case, training_type):
     return Trainer(config, loaded, dataclasses.replace(data, splits=splits), processor)
 
 
-def evaluate_on_rank(cases):
-    """For each case: the metrics, the rows they are over, and what two short cuts give instead."""
-    outcomes = []
-    for case in cases:
-        trainer = trainer_for(case, "accelerated")
-        seen = []
-
-        def gather_and_keep(tensors, gather=trainer.ranks.gather, seen=seen):
-            gathered = gather(tensors)
-            seen.append(gathered)
-            return gathered
-
-        trainer.ranks.gather = gather_and_keep
-        metrics = trainer.evaluate("validation")
-        trainer.ranks.gather = trainer.ranks.accelerator.gather
-        repeats_kept = trainer.evaluate("validation")
-        trainer.ranks.gather = lambda tensors: tensors
-        own_rows = trainer.evaluate("validation")
-        rows = [torch.cat(column).double().numpy() for column in zip(*seen, strict=True)]
-        outcomes.append({"metrics": metrics, "rows": rows, "repeats_kept": repeats_kept, "own_rows": own_rows})
-    return outcomes
-
-
-@functools.cache
-def outcomes_at(world_size):
-    for task in MODELS:
-        ingredients(task)  # once, for all ranks
-    ranks = launch(evaluate_on_rank, CASES, num_processes=world_size, device="cpu", stream=False)
-    return {case: [rank[i] for rank in ranks] for i, case in enumerate(CASES)}
-
-
-@functools.cache
 def row_by_row(case):
     """The oracle: one row at a time, without loaders, padding, gathering or code of the trainers."""
     trainer = trainer_for(case, "basic")
@@ -133,6 +101,12 @@ def row_by_row(case):
     }
 
 
+@pytest.fixture(scope="module")
+def oracles():
+    """Of each case: the table of rows and the metrics, row by row; and the metrics that the plain loop finds."""
+    return {case: (*row_by_row(case), trainer_for(case, "basic").evaluate("validation")) for case in CASES}
+
+
 @pytest.mark.parametrize("classes, present", [(2, 2), (3, 3), (7, 4), (5, 1)])
 def test_counts_that_are_added_up_give_scikit_learns_scores(classes, present):
     """Also where the model knows classes that no row has; the mean of the parts' scores is another number."""
@@ -151,9 +125,9 @@ def test_counts_that_are_added_up_give_scikit_learns_scores(classes, present):
 
 
 @pytest.mark.parametrize("task", MODELS)
-def test_the_rows_can_be_told_apart(task):
+def test_the_rows_can_be_told_apart(oracles, task):
     """What the tests below rest on: unlike losses, more than one class right and wrong, unlike numbers of targets."""
-    table, metrics = row_by_row((task, UNEVEN))
+    table, metrics, _ = oracles[task, UNEVEN]
     assert np.diff(np.sort(table[:, 0])).min() > 1e-5
     if task == "classification":
         assert len(set(table[:, 2])) > 1 and 0.1 < metrics["accuracy"] < 0.9
@@ -161,31 +135,35 @@ def test_the_rows_can_be_told_apart(task):
         assert table[:, 1].std() > 0.5
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
-def test_the_short_cuts_give_other_figures(case, world_size):
+@on_ranks(2, 3, 4)
+def test_the_short_cuts_give_other_figures(oracles):
     """Repeated rows counted again; and the mean of what each rank finds on its own rows."""
-    task, (num_rows, batch_size) = case
-    right = row_by_row(case)[1]
-    ranks = outcomes_at(world_size)[case]
-    kept = ranks[0]["repeats_kept"]
-    assert kept["rows"] == num_rows + -num_rows % (batch_size * world_size) > num_rows
-    if (num_rows, batch_size) == UNEVEN:
-        for name in ("macro_f1", "loss", "accuracy") if task == "classification" else ("perplexity",):
-            assert abs(np.mean([rank["own_rows"][name] for rank in ranks]) - right[name]) > 1e-4, name
-            assert abs(kept[name] - right[name]) > 1e-4, name
+    for (task, (num_rows, batch_size)), (_, right, _) in oracles.items():
+        trainer = trainer_for((task, (num_rows, batch_size)), "accelerated")
+        ranks = trainer.ranks
+        ranks.gather = ranks.accelerator.gather
+        kept = trainer.evaluate("validation")
+        assert kept["rows"] == num_rows + -num_rows % (batch_size * dist.get_world_size()) > num_rows, task
+        ranks.gather = lambda tensors: tensors
+        every = ranks.gather_objects(trainer.evaluate("validation"))
+        if (num_rows, batch_size) == UNEVEN:
+            for name in ("macro_f1", "loss", "accuracy") if task == "classification" else ("perplexity",):
+                assert abs(np.mean([own[name] for own in every]) - right[name]) > 1e-4, (task, name)
+                assert abs(kept[name] - right[name]) > 1e-4, (task, name)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_rank_has_the_figures_of_one_process_over_each_row_once(case, world_size):
+@on_ranks(1, 2, 3, 4)
+def test_every_rank_has_the_figures_of_one_process_over_each_row_once(oracles):
     """The rows that were scored are those of the split, none dropped or doubled, told apart by their losses."""
-    (rows, right), single = row_by_row(case), trainer_for(case, "basic").evaluate("validation")
-    for rank in outcomes_at(world_size)[case]:
-        assert rank["metrics"] == pytest.approx(single, rel=1e-6, abs=1e-6)
-        assert rank["metrics"] == pytest.approx(right, rel=1e-5, abs=1e-5)
-        scored = np.column_stack(rank["rows"])
-        by_loss = [table[np.argsort(table[:, 0])] for table in (scored, rows)]
+    for case, (table, right, single) in oracles.items():
+        trainer, seen = trainer_for(case, "accelerated"), []
+        gather = trainer.ranks.gather
+        trainer.ranks.gather = lambda tensors, gather=gather, seen=seen: seen.append(gather(tensors)) or seen[-1]
+        metrics = trainer.evaluate("validation")
+        assert metrics == pytest.approx(single, rel=1e-6, abs=1e-6), case
+        assert metrics == pytest.approx(right, rel=1e-5, abs=1e-5), case
+        scored = np.column_stack([torch.cat(column).double() for column in zip(*seen, strict=True)])
+        by_loss = [rows[np.argsort(rows[:, 0])] for rows in (scored, table)]
         np.testing.assert_allclose(*by_loss, rtol=1e-5, atol=1e-5)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -10,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from accelerate import PartialState
 
 from course_lib import cli
 from course_lib.config import build
@@ -23,7 +20,6 @@ from course_lib.training import run
 from course_lib.training.callbacks import Callback
 from course_lib.training.callbacks.guards import guards
 from course_lib.training.checkpoints import checkpoint
-from testing.virtual_hosts import torchrun
 from tests.long_cases import some
 from tests.several_hosts import hosts_or_skip
 from tests.training import quick
@@ -31,12 +27,7 @@ from tests.waiting import has_lines, until
 
 CLI = Path(cli.__file__)
 STEPS = 4
-QUICK = quick.QUICK | {
-    "max_train_samples": 48,
-    "max_steps": STEPS,
-    "logging_steps": 1,
-    "learning_rate": 1e-3,
-}
+OPTIONS = quick.QUICK | {"max_train_samples": 48, "max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-3}
 ROWS = 12  # of an optimizer step
 PIPELINE = {"training_type": "pipeline", "pipeline_chunks": 2}
 STRATEGIES = {  # hosts, ranks of each
@@ -59,9 +50,7 @@ class Calm(Callback):
         self.folder, self.waits = folder, waits
 
     def on_train_begin(self, trainer):
-        for module in trainer.model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
+        quick.without_dropout(trainer.model)
 
     def on_step_end(self, trainer):
         if trainer.state.step == 2 and self.waits:
@@ -73,7 +62,7 @@ class Calm(Callback):
 def train(folder, options, waits=False):
     """What the command line does in a rank, up to the end of training."""
     torch.set_num_threads(1)
-    config = build(QUICK | {"output_dir": str(folder / "run")} | options)
+    config = build(OPTIONS | {"output_dir": str(folder / "run")} | options)
     config.output_dir.mkdir(exist_ok=True)
     try:
         run.build_trainer(config, [Calm(folder, waits), *guards(config)])[0].train()
@@ -111,50 +100,12 @@ def told(folder):
     return "\n".join(log.read_text() for log in sorted(folder.glob("*.log")))
 
 
-def losses(folder):
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The losses of the same global batches in one process."""
     folder = tmp_path_factory.mktemp("alone")
     train(folder, {"training_type": "basic", "batch_size": ROWS, "watchdog": 0})
-    return losses(folder)
-
-
-def meet(folder, host, head):
-    def total():
-        dist.init_process_group("gloo")
-        numbers = torch.tensor([dist.get_rank() + 1])
-        dist.all_reduce(numbers)
-        return socket.gethostname(), socket.gethostbyname(socket.gethostname()), int(numbers)
-
-    place = {"endpoint": f"{head.name}:29400", "is_head": host == head, "address": host.address}
-    found = torchrun(total, nodes=(3, 3), ranks=1, **place)
-    (folder / f"{host.name}.json").write_text(json.dumps(list(found.values())))
-
-
-def joined_before(folder):
-    (folder / "joined").write_text(str(PartialState._shared_state != {}))
-
-
-def test_a_host_knows_nothing_of_the_accelerator_that_its_caller_made(three, tmp_path):
-    """Ranks that inherited it would each believe that they are alone."""
-    PartialState(cpu=True)
-    try:
-        assert codes([three[0].start(joined_before, tmp_path)]) == [0]
-        assert PartialState._shared_state, "the caller keeps its own"
-    finally:
-        PartialState._reset_state()
-    assert (tmp_path / "joined").read_text() == "False"
-
-
-def test_torchrun_meets_across_hosts_with_names_and_addresses_of_their_own(three, tmp_path):
-    assert codes([host.start(meet, tmp_path, host, three[0]) for host in three]) == [0, 0, 0]
-    found = [json.loads((tmp_path / f"host{i}.json").read_text()) for i in range(3)]
-    assert found == [[[f"host{i}", f"10.77.0.{i + 1}", 6]] for i in range(3)]
+    return quick.losses(folder / "run")
 
 
 @pytest.mark.parametrize("name", some(STRATEGIES, "hybrid"))
@@ -162,7 +113,7 @@ def test_a_strategy_across_hosts_gives_the_losses_of_one_process(three, tmp_path
     count, each, options = STRATEGIES[name]
     port = 29500 + list(STRATEGIES).index(name)  # these hosts have nobody else on them
     assert codes(start(three[:count], each, port, tmp_path, options)) == [0] * count * each, told(tmp_path)
-    assert losses(tmp_path) == pytest.approx(alone, rel=1e-5) and len(alone) == STEPS
+    assert quick.losses(tmp_path / "run") == pytest.approx(alone, rel=1e-5) and len(alone) == STEPS
 
 
 @pytest.mark.parametrize("for_good", [False, True], ids=["plugged-in-again", "for-good"])
@@ -186,12 +137,12 @@ def test_a_cable_is_pulled(three, tmp_path, for_good, alone):
         three[1].mend()
     if not for_good:
         assert codes(both) == [0, 0], told(tmp_path)
-        assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
+        assert quick.losses(tmp_path / "run") == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.long
 def test_accelerate_launch_trains_across_hosts_until_one_machine_is_asked_to_stop(three, tmp_path):
-    leaves = QUICK | {"batch_size": ROWS // 2, "max_steps": 100_000, "output_dir": tmp_path / "run"}
+    leaves = OPTIONS | {"batch_size": ROWS // 2, "max_steps": 100_000, "output_dir": tmp_path / "run"}
     pair = []
     for i, host in enumerate(three[:2]):
         launcher = (

@@ -6,18 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch._dynamo.testing
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import AutoModel
 from transformers.trainer_pt_utils import LabelSmoother
 
+from course_lib import modeling
 from course_lib.config import build
 from course_lib.data import DataProcessor, batching
 from course_lib.errors import ConfigError
-from course_lib.modeling import presets
 from course_lib.parallel.blocks import blocks
 from course_lib.parallel.clipping import scale_down_, sum_of_squares
 from course_lib.training import compiling, loss
@@ -96,7 +94,6 @@ def test_the_squares_are_added_up_exactly_and_gradients_scaled_together(dtype):
         ({}, 8 * 10**9, DEFAULT_BUCKET),
         ({}, 10**9, 125_000_000),
         ({}, 10**6, 25 * 2**18),
-        ({"bucket_mb": 50}, 8 * 10**9, 50 * 2**18),
         ({"lean_buffers": True}, 8 * 10**9, 25 * 2**18),
         ({"lean_buffers": True, "bucket_mb": 1}, 10**9, 2**18),
     ],
@@ -117,7 +114,6 @@ def test_deepspeeds_buckets(options, elements, bucket):
     ("chosen", "device", "cores", "ranks", "shared", "workers"),
     [
         (None, "cpu", 64, 2, math.inf, 0),
-        (None, "mps", 8, 1, math.inf, 0),
         (None, "cuda", 64, 8, 2**31, 4),
         (None, "cuda", 24, 8, 2**31, 2),
         (None, "cuda", 8, 8, 2**31, 0),
@@ -203,18 +199,25 @@ def test_a_model_has_its_own_forward_back():
 @pytest.mark.parametrize("preset", some(["tiny-bert", "tiny-gpt2", "tiny-llama"], "tiny-gpt2"))
 @pytest.mark.parametrize(("dynamic", "graphs"), [(None, [1, 2, 2]), (True, [1, 1, 1])])
 def test_one_graph_serves_all_blocks_of_a_model(monkeypatch, preset, dynamic, graphs):
-    counter = torch._dynamo.testing.CompileCounter()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    made, real = [], torch.compile
+
+    def counting(graph, _):
+        made.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend=counting, **options))
     torch._dynamo.reset()
-    model = AutoModel.from_config(presets.build(preset, ["one two three"] * 4, 32)[0])
+    task = "masked_lm" if preset == "tiny-bert" else "causal_lm"
+    config, options = build({"model": preset}).model, {"label_names": None, "seed": 0, "max_length": 32}
+    model = modeling.load(config, task, texts=["one two three"] * 4, **options).model
     names = list(model.state_dict())
     compiling.compile_blocks(blocks(model).values(), dynamic)
     assert list(model.state_dict()) == names
     counted = []
     for length in (8, 12, 16):
         ids = torch.ones(2, length, dtype=torch.long)
-        model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state.sum().backward()
-        counted.append(counter.frame_count)
+        model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.sum().backward()
+        counted.append(len(made))
     assert counted == graphs
 
 

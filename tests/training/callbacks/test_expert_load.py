@@ -34,7 +34,7 @@ def trained(tmp_path, ranks):
 
     def trained_on(name, number, **options):
         ranks(number)(train, tmp_path / name, options)
-        logged = [line for line in lines(tmp_path / name / "metrics.jsonl") if "loss" in line]
+        logged = [line for line in quick.logged(tmp_path / name) if "loss" in line]
         return logged, tmp_path / name / "monitor" / "experts.jsonl"
 
     return trained_on

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import os
 import pty
 import re
@@ -75,8 +74,7 @@ def test_each_logged_step_and_evaluation_is_a_line_with_the_time_left(printed):
 
 def test_the_learning_rate_is_the_one_that_the_step_was_made_with(printed):
     """Warm-up over two steps to 1e-3, then linearly to 0 at step 6: step k takes the rate at k - 1."""
-    logged = [json.loads(line) for line in (printed[1] / "metrics.jsonl").read_text().splitlines()]
-    rates = [line["learning_rate"] for line in logged if "loss" in line]
+    rates = [line["learning_rate"] for line in quick.logged(printed[1]) if "loss" in line]
     assert rates == pytest.approx([0.5e-3, 0.75e-3, 0.25e-3])
 
 
