@@ -60,4 +60,4 @@ def test_what_no_loss_reaches_does_not_decay_where_its_gradient_is_taken_for_zer
             parameter.grad = torch.zeros_like(parameter)
         before = {parameter: parameter.detach().clone() for parameter in unused}
         optimizer.step()
-        assert {not torch.equal(parameter, value) for parameter, value in before.items()} == {moves}
+        assert any(not torch.equal(parameter, value) for parameter, value in before.items()) == moves

@@ -20,21 +20,6 @@ def test_at_most_seven_files_are_opened_and_fourteen_passed_through_in_one_zero3
 def test_the_walk_saw_the_whole_step(calls):
     names = [name for _, name in calls]
     assert names[0] == Trainer.train_step.__qualname__
-    for each in (
-        "ShardedUnit.gather",
-        "PerParamUnit.unpack",
-        "Reduction.finish",
-        "ShardedModule.clip_grad_norm_",
-        "ShardedModule.step",
-        "ShardedModule.zero_grad",
-    ):
-        assert each in names
-    gathers, frees = names.count("ShardedUnit.gather"), names.count("ShardedUnit.free")
-    assert gathers > 2 and frees > 2 and walk.switches(calls) > 50
-
-
-def test_one_liners_are_none_to_open():
-    counts = walk.statements("training/ranks.py")
-    assert counts["Ranks.sum"] == 1 and counts["Ranks.gather"] > 5
-    assert walk.opened([("training/ranks.py", "Ranks.sum")]) == {}
-    assert list(walk.opened([("training/ranks.py", "Ranks.gather")])) == ["training/ranks.py"]
+    sharded = {"ShardedModule.clip_grad_norm_", "ShardedModule.step", "ShardedModule.zero_grad"}
+    assert sharded | {"ShardedUnit.gather", "PerParamUnit.unpack", "Reduction.finish"} <= set(names)
+    assert names.count("ShardedUnit.gather") > 2 and names.count("ShardedUnit.free") > 2

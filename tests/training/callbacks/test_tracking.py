@@ -33,12 +33,11 @@ def wandb(monkeypatch, tmp_path):
         yield
 
 
-@on_ranks(2)
-def test_rank_0_tracks_one_run_with_every_ranks_machine_and_what_a_user_hands_to_accelerate(tmp_path):
+def test_rank_0_tracks_one_run_with_every_ranks_machine_and_what_a_user_hands_to_accelerate(tmp_path, ranks):
     def users_own(trainer):
         trainer.ranks.accelerator.log({"mine": 10.0 * trainer.state.step}, step=trainer.state.step)
 
-    quick.train(tmp_path, [FunctionCallback(users_own)], **TRACKED)
+    ranks(2)(quick.train, tmp_path, [FunctionCallback(users_own)], **TRACKED)
     (run,) = read_runs(tmp_path)
     assert (run.rank, run.state, run.group) == (0, "finished", None)
     assert [path.name for path in (tmp_path / "tracking").glob("rank-*")] == ["rank-0.jsonl"]
@@ -49,10 +48,9 @@ def test_rank_0_tracks_one_run_with_every_ranks_machine_and_what_a_user_hands_to
     assert mine == [(1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0)]
 
 
-@on_ranks(2, timeout=680)
-def test_every_rank_tracks_a_run_of_its_own_in_one_group(tmp_path, wandb):
+def test_every_rank_tracks_a_run_of_its_own_in_one_group(tmp_path, ranks, wandb):
     folder = tmp_path / "each"
-    quick.train(folder, **TRACKED | {"track_every_rank": True, "tracker": "jsonl,wandb"})
+    ranks(2, timeout=680)(quick.train, folder, **TRACKED | {"track_every_rank": True, "tracker": "jsonl,wandb"})
     found = read_runs(folder)
     assert len(found) == 4 and {run.group for run in found} == {"each"}
     ids = {}

@@ -84,11 +84,6 @@ def test_every_single_damage_is_found_and_named(run, name):
     assert checkpoint.latest(run) == folder
 
 
-def test_no_whole_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        checkpoint.latest(tmp_path / "nothing")
-
-
 def test_pruning_keeps_the_newest(run):
     checkpoint.prune(run, 2)
     assert steps_of(run) == [20, 30]
