@@ -10,7 +10,6 @@ from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 
 from course_lib.config import files as config_files
 from course_lib.data.batching import GlobalBatchSampler
-from course_lib.training.callbacks import Callback
 from course_lib.training.trainer import Trainer as OurTrainer
 from tests.long_cases import some
 from tests.training import quick
@@ -50,30 +49,22 @@ def prepared():
     return loaded, data, processor
 
 
-class Keep(Callback):
-    """Each logged line and each evaluation, by step."""
-
-    def __init__(self):
-        self.logged, self.evaluated = {}, []
-
-    def on_log(self, trainer, line):
-        if "loss" in line:
-            self.logged[line["step"]] = (line["loss"], line["learning_rate"])
-        else:
-            self.evaluated.append(line["step"])
+def by_step(lines):
+    """Loss and learning rate of each logged step."""
+    return {line["step"]: (line["loss"], line["learning_rate"]) for line in lines if "loss" in line}
 
 
 def ours(prepared, folder, arguments):
+    """What is logged of each step, and the steps of the evaluations."""
     loaded, data, processor = prepared
     config = config_files.load(overrides=OWN | arguments | {"output_dir": str(folder)})
     folder.mkdir()
-    kept = Keep()
-    trainer = OurTrainer(
-        config, dataclasses.replace(loaded, model=copy.deepcopy(loaded.model)), data, processor, [kept]
-    )
+    loaded = dataclasses.replace(loaded, model=copy.deepcopy(loaded.model))
+    trainer = OurTrainer(config, loaded, data, processor)
     trainer.train()
     trainer.engine.close()
-    return kept
+    lines = quick.logged(folder)
+    return by_step(lines), [line["step"] for line in lines if "loss" not in line]
 
 
 class InOurOrder(Sampler):
@@ -109,10 +100,7 @@ def theirs(prepared, folder, arguments):
     )
     trainer.train()
     lines = trainer.state.log_history
-    kept = Keep()
-    kept.logged = {line["step"]: (line["loss"], line["learning_rate"]) for line in lines if "loss" in line}
-    kept.evaluated = [line["step"] for line in lines if "eval_loss" in line]
-    return kept
+    return by_step(lines), [line["step"] for line in lines if "eval_loss" in line]
 
 
 CASES = {
@@ -151,20 +139,21 @@ SHORT = ("linear with warm-up", "restarts", "sgd", "the last rows left out", "ea
 def test_the_same_arguments_train_the_same(case, prepared, tmp_path):
     """Losses (nats) and learning rates of the same logged steps; the loss of a last, smaller batch too."""
     arguments = {name: value for name, value in (COMMON | CASES[case]).items() if value is not None}
-    here, there = ours(prepared, tmp_path / "ours", arguments), theirs(prepared, tmp_path / "theirs", arguments)
-    last = max(here.logged)
-    assert there.logged.keys() | {last} == here.logged.keys()
-    for step, (loss, rate) in there.logged.items():
-        assert here.logged[step] == (pytest.approx(loss, abs=2e-5), pytest.approx(rate, rel=1e-6, abs=1e-12))
+    here, evaluated = ours(prepared, tmp_path / "ours", arguments)
+    there, evaluated_there = theirs(prepared, tmp_path / "theirs", arguments)
+    last = max(here)
+    assert there.keys() | {last} == here.keys()
+    for step, (loss, rate) in there.items():
+        assert here[step] == (pytest.approx(loss, abs=2e-5), pytest.approx(rate, rel=1e-6, abs=1e-12))
     if "eval_strategy" in arguments:
-        assert here.evaluated == there.evaluated
+        assert evaluated == evaluated_there
     if case == "the last rows left out":
         assert last == 8, "70 rows are 4 batches of 16 per epoch"
 
 
 def test_the_cases_differ_from_each_other(prepared, tmp_path):
     """So that agreement says something: without its argument, each numeric case trains differently."""
-    plain = ours(prepared, tmp_path / "plain", COMMON).logged
+    plain, _ = ours(prepared, tmp_path / "plain", COMMON)
     for case in ("linear with warm-up", "restarts", "sgd", "the last rows left out", "another order"):
-        other = ours(prepared, tmp_path / case.replace(" ", "-"), COMMON | CASES[case]).logged
+        other, _ = ours(prepared, tmp_path / case.replace(" ", "-"), COMMON | CASES[case])
         assert set(other) != set(plain) or any(abs(other[step][0] - plain[step][0]) > 1e-4 for step in plain), case
