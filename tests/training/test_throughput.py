@@ -44,12 +44,12 @@ def test_lengths_of_rows_in_any_order(lengths):
     assert lengths_at(lengths, np.array([3, 0, 2])).tolist() == [4, 5, 9]
 
 
-@pytest.mark.parametrize("unknown", [None, ViTConfig()], ids=["none", "vit"])
-def test_a_cpu_and_an_unknown_model_have_no_mfu(unknown):
+def test_a_cpu_and_an_unknown_model_have_no_mfu():
     assert throughput().note == "no MFU: no peak is known for a CPU" and throughput().peak is None
-    counted, state = throughput(unknown), TrainState(seconds=1.0)
-    counted.count(state, np.array([0]))
-    assert counted.note.startswith("no MFU: ") and (state.flops, state.tokens) == (0, 5)
+    for unknown in (None, ViTConfig()):
+        counted, state = throughput(unknown), TrainState(seconds=1.0)
+        counted.count(state, np.array([0]))
+        assert counted.note.startswith("no MFU: ") and state.flops == 0 and state.tokens == 5
 
 
 def test_ranks_of_different_hardware_have_no_common_peak():
