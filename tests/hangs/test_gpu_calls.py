@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,159 +11,88 @@ from torch._C import _distributed_c10d
 
 from course_lib.hangs import backend_records, watchdog
 from course_lib.hangs.diagnosis import diagnose
-from course_lib.hangs.liveness import Activity
 from course_lib.hangs.pending_calls import AHEAD, Pending
-from course_lib.hangs.rank_state import (
-    CALLS,
-    ENDED,
-    ISSUED,
-    KEPT,
-    WAITED_FOR,
-    Call,
-    RankState,
-    read_record,
-)
+from course_lib.hangs.rank_state import ENDED, ISSUED, WAITED_FOR
 from course_lib.hangs.watchdog import Watchdog, read_reports
 from course_lib.metering import collective_hooks, graph_captures
 from course_lib.metering.collective_log import CollectiveLog
-from tests.hangs.snapshots import USUAL, rank
+from tests.hangs.snapshots import blamed, call, rank
 from tests.torch_versions import ERRORS_OF_BACKENDS, needs
 
 GPU = torch.device("cuda", 0)
 
 
-def call(serial, sequence=1, name="all_reduce", state=WAITED_FOR, waited=None, **fields):
+def gpu_call(serial, sequence=1, name="all_reduce", state=WAITED_FOR, waited=None, **fields):
     """Waited for at once, unless `waited` says something else."""
-    place = {"serial": serial, "at": float(serial), "line": serial, "step": 0, "on_gpu": True}
     waited = serial if waited is None and state == WAITED_FOR else waited or 0
-    fields = USUAL | place | fields
-    return Call(**fields, sequence=sequence, name=name, state=state, waited=waited, file="train.py")
+    place = {"serial": serial, "at": float(serial), "line": serial, "step": 0, "on_gpu": True, "waited": waited}
+    return call(sequence, name, state, **place | fields)
 
 
-def p2p(serial, kind, source, target, sequence=1, **more):
+def gpu_p2p(serial, kind, source, target, state=WAITED_FOR, waited=None, **fields):
     peer = target if kind == "send" else source
-    return call(serial, sequence, kind, stream=f"0:{source}>{target}:{kind}", peer=peer, **more)
-
-
-def blamed(*snapshots):
-    return [(v.rank, v.what, v.collective, v.sequence) for v in diagnose(snapshots)]
+    return gpu_call(serial, 1, kind, state, waited, stream=f"0:{source}>{target}:{kind}", peer=peer, **fields)
 
 
 # --- who is to blame --------------------------------------------------------------------------------------------------
 
 
 def test_a_host_that_is_ahead_waits_in_the_first_call_that_has_not_ended():
-    ahead = rank(0, call(1, 1, state=ENDED), *(call(n, n) for n in range(2, 9)))
-    assert blamed(ahead, rank(1, call(1, 1, state=ENDED))) == [(1, "elsewhere", "all_reduce", 2)]
+    ended = gpu_call(1, 1, state=ENDED)
+    ahead = rank(0, ended, *(gpu_call(n, n) for n in range(2, 9)))
+    assert blamed(ahead, rank(1, ended)) == [(1, "elsewhere", "all_reduce", 2, 71)]
 
 
-def test_all_have_issued_everything_and_the_gpus_wait_in_a_circle():
-    def crossed(on_gpu):
-        return [
-            rank(number, *(call(n, stream=stream, on_gpu=on_gpu) for n, stream in enumerate(order, start=1)))
-            for number, order in enumerate(("ab", "ba"))
-        ]
-
-    assert blamed(*crossed(True)) == [(0, "behind", "all_reduce", 1), (1, "behind", "all_reduce", 1)]
-    assert diagnose(crossed(False)) == (), "a CPU's calls stand in no queue"
-
-
-def test_calls_that_no_stream_waits_for_stand_before_none_of_another_group():
-    apart = [
-        rank(0, call(1, stream="a", state=ISSUED), call(2, stream="b", state=ISSUED)),
-        rank(1, call(1, stream="b", state=ISSUED), call(2, stream="a", state=ISSUED)),
+def crossed(**fields):
+    """Two ranks that issue the calls of two groups in another order each."""
+    return [
+        rank(number, *(gpu_call(n, stream=stream, **fields) for n, stream in enumerate(order, start=1)))
+        for number, order in enumerate(("ab", "ba"))
     ]
-    assert diagnose(apart) == ()
-    same = [rank(0, call(1, 1, state=ISSUED), call(2, 2, state=ISSUED)), rank(1, call(1, 1, state=ISSUED))]
-    assert blamed(*same) == [], "the first stands before the second, and to it both have come"
+
+
+def test_calls_stand_in_a_gpus_queue_where_a_stream_waits_for_them():
+    assert blamed(*crossed()) == [(0, "behind", "all_reduce", 1, 1), (1, "behind", "all_reduce", 1, 1)]
+    assert blamed(*crossed(on_gpu=False)) == [], "a CPU's calls stand in no queue"
+    assert blamed(*crossed(state=ISSUED)) == [], "those that no stream waits for stand before none of another group"
+    first, second = gpu_call(1, 1, state=ISSUED), gpu_call(2, 2, state=ISSUED)
+    assert blamed(rank(0, first, second), rank(1, first)) == [], "of its own group it does, and to it both have come"
 
 
 def test_a_wait_counts_from_where_it_was_made():
     """Two calls were under way when rank 0 waited for the first: the second does not stand behind it."""
-    both = rank(0, call(1, stream="a", ranks=(0, 1), waited=2), call(2, stream="b", ranks=(0, 2), waited=2))
-    assert blamed(both, rank(1, call(1, stream="a", state=ENDED)), rank(2)) == [(2, "elsewhere", "all_reduce", 1)]
-    at_once = rank(0, call(1, stream="a", ranks=(0, 1)), call(2, stream="b", ranks=(0, 2)))
-    assert blamed(at_once, rank(1), rank(2, call(1, stream="b", ranks=(0, 2)))) == [(1, "elsewhere", "all_reduce", 1)]
+    both = rank(0, gpu_call(1, stream="a", waited=2), gpu_call(2, stream="b", ranks=(0, 2), waited=2))
+    first = rank(1, gpu_call(1, stream="a", state=ENDED))
+    assert blamed(both, first, rank(2)) == [(2, "elsewhere", "all_reduce", 1, 72)]
+    at_once = rank(0, gpu_call(1, stream="a"), gpu_call(2, stream="b", ranks=(0, 2)))
+    third = rank(2, gpu_call(1, stream="b", ranks=(0, 2)))
+    assert blamed(at_once, rank(1), third) == [(1, "elsewhere", "all_reduce", 1, 71)]
+
+
+def both_send_first(**fields):
+    return [rank(n, gpu_p2p(1, "send", n, 1 - n, **fields), gpu_p2p(2, "recv", 1 - n, n, **fields)) for n in range(2)]
 
 
 def test_sends_before_receives_deadlock_on_a_gpu_though_all_are_issued():
-    first = rank(0, p2p(1, "send", 0, 1), p2p(2, "recv", 1, 0))
-    second = rank(1, p2p(1, "send", 1, 0), p2p(2, "recv", 0, 1))
-    assert blamed(first, second) == [(0, "behind", "send", 1), (1, "behind", "send", 1)]
-    together = [
-        rank(n, p2p(1, "send", n, 1 - n, batch=1, waited=2), p2p(2, "recv", 1 - n, n, batch=1, waited=2))
-        for n in range(2)
-    ]
-    assert diagnose(together) == (), "those of a batch run side by side"
+    assert blamed(*both_send_first()) == [(0, "behind", "send", 1, 1), (1, "behind", "send", 1, 1)]
+    assert blamed(*both_send_first(batch=1, waited=2)) == [], "those of a batch run side by side"
 
 
 def test_a_send_that_nobody_waits_for_holds_up_what_stands_behind_it():
-    posted = rank(0, p2p(1, "send", 0, 1, state=ISSUED), p2p(2, "recv", 1, 0))
-    assert blamed(posted, rank(1, p2p(1, "send", 1, 0, state=ISSUED))) == [(1, "elsewhere", "send", 1)]
-    assert blamed(rank(0, p2p(1, "send", 0, 1, state=ISSUED)), rank(1)) == [(1, "elsewhere", None, None)]
+    send, other = (gpu_p2p(1, "send", number, 1 - number, state=ISSUED) for number in range(2))
+    assert blamed(rank(0, send, gpu_p2p(2, "recv", 1, 0)), rank(1, other)) == [(1, "elsewhere", "send", 1, 71)]
+    assert blamed(rank(0, send), rank(1)) == [(1, "elsewhere", None, None, 71)]
 
 
-@pytest.mark.parametrize(
-    ("spins", "culprits"),
-    [
-        ((True, False), [(1, "elsewhere")]),
-        ((False, True), [(0, "elsewhere")]),
-        ((True, True), [(0, "behind"), (1, "behind")]),
-        ((False, False), [(0, "behind"), (1, "behind")]),
-    ],
-)
+SPINNING = [((True, False), {1: "elsewhere"}), ((False, True), {0: "elsewhere"})]
+SPINNING += [((each, each), {0: "behind", 1: "behind"}) for each in (True, False)]
+
+
+@pytest.mark.parametrize(("spins", "culprits"), SPINNING)
 def test_in_a_circle_the_rank_whose_host_does_not_wait_for_its_gpu_is_the_one(spins, culprits):
     """Stage 1 was to send a gradient back, and its host does something else; its GPU waits for the next activation."""
-    stages = [rank(n, p2p(1, "recv", 1 - n, n), spins=spins[n]) for n in range(2)]
-    assert [(verdict.rank, verdict.what) for verdict in diagnose(stages)] == culprits
-
-
-def test_who_stands_still_and_keeps_a_core_busy_spins():
-    activity = Activity()
-    torch.ones(2)
-    while not activity.main_spins:
-        for _ in range(2000):
-            sum(range(1000))
-        activity.is_busy(spins=False)
-    while activity.main_spins:
-        time.sleep(0.3)
-        activity.is_busy(spins=False)
-
-
-# --- what a record keeps ---
-
-
-def test_the_oldest_open_calls_are_kept_until_they_have_ended():
-    record, total = RankState(), CALLS + KEPT + 5
-    text = json.dumps(
-        {
-            "name": "all_reduce",
-            "stream": "0",
-            "shape": [],
-            "dtype": None,
-            "tensors": 1,
-            "peer": None,
-            "root": None,
-            "file": None,
-            "line": 1,
-            "ranks": [0, 1],
-            "on_gpu": True,
-        }
-    ).encode()
-    for serial in range(1, total + 1):
-        if serial > CALLS:
-            record.keep(serial - CALLS)
-        record.write_call(serial, serial, float(serial), 0, "0", text, batch=serial % 3)
-    record.mark(2, WAITED_FOR, 7)
-
-    def seen():
-        return read_record(record.memory[:], 0, 1, "", "running", 0.0).calls
-
-    assert [each.serial for each in seen()] == [*range(1, KEPT + 1), *range(total - CALLS + 1, total + 1)]
-    assert (seen()[1].state, seen()[1].waited, seen()[1].batch) == (WAITED_FOR, 7, 2) and seen()[1].on_gpu
-    record.mark(2, ENDED)
-    record.mark(KEPT + 2, ENDED)  # written over: there was no room
-    assert 2 not in [each.serial for each in seen()] and len(seen()) == CALLS + KEPT - 1
+    stages = [rank(n, gpu_p2p(1, "recv", 1 - n, n), spins=spins[n]) for n in range(2)]
+    assert {verdict.rank: verdict.what for verdict in diagnose(stages)} == culprits
 
 
 # --- when calls end ---------------------------------------------------------------------------------------------------
@@ -173,8 +101,7 @@ def test_the_oldest_open_calls_are_kept_until_they_have_ended():
 class Event:
     """What torch.cuda.Event is to those who ask."""
 
-    made = 0
-    fails = False
+    made, reached = 0, False
 
     def __init__(self):
         Event.made += 1
@@ -185,8 +112,6 @@ class Event:
 
     def query(self):
         assert not graph_captures._under_way, "a capture would be spoilt"
-        if self.fails:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return self.reached
 
 
@@ -201,6 +126,11 @@ def gpu(monkeypatch):
     return capturing
 
 
+def reach(calls):
+    """The GPU comes to the first one's event."""
+    next(iter(calls._on_gpu.values()))[0].reached = True
+
+
 class Work:
     done = False
 
@@ -212,7 +142,7 @@ def test_a_synchronous_call_ends_when_its_event_is_reached_and_events_are_used_a
     calls = Pending()
     for serial in range(1, 50):
         assert calls.add(serial, None, GPU) and calls.on_gpu(serial) and calls.ended(4) == []
-        next(iter(calls._on_gpu.values()))[0].reached = True
+        reach(calls)
         assert calls.ended(4) == [serial] and not calls.on_gpu(serial) and not calls
     assert Event.made == 1
     assert not calls.add(50, None, None), "on the CPU a call without a Work has ended"
@@ -225,55 +155,47 @@ def test_a_call_that_was_waited_for_has_not_ended_before_its_gpu_has_come_past_i
     assert calls.waiting(work) == [1, 2] and not calls.waited(work)
     work.done = True  # nobody asks it any more, nor holds its tensors
     assert calls.ended(4) == [] and work not in [asked for asked, *_ in calls._on_gpu.values()]
-    next(iter(calls._on_gpu.values()))[0].reached = True
+    reach(calls)
     assert calls.ended(4) == [1, 2]
     on_cpu = Work()
     calls.add(3, on_cpu, None)
     assert calls.waiting(on_cpu) == [3] and calls.waited(on_cpu), "on the CPU the wait is the end"
 
 
-def test_a_rank_far_ahead_asks_for_a_few_and_forgets_the_oldest(gpu):
+def test_a_rank_far_ahead_asks_for_a_few_and_forgets_the_oldest(gpu, monkeypatch):
     calls, asked = Pending(), []
     for serial in range(1, AHEAD + 11):
         calls.add(serial, None, GPU)
     assert not calls.on_gpu(10) and calls.on_gpu(11)
-    Event.query, query = lambda event: asked.append(event), Event.query
-    try:
-        calls.ended(4)
-    finally:
-        Event.query = query
+    monkeypatch.setattr(Event, "query", lambda event: asked.append(event))
+    calls.ended(4)
     assert len(asked) == 4
 
 
 def test_a_gpu_that_has_failed_ends_nothing_and_raises_nothing_here(gpu, monkeypatch):
+    def fails(event):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
     calls = Pending()
     calls.add(1, None, GPU)
-    monkeypatch.setattr(Event, "fails", True)
+    monkeypatch.setattr(Event, "query", fails)
     assert calls.ended(4) == [] and not calls
 
 
 def test_in_a_capture_nothing_is_recorded_and_nobody_asks(gpu):
     calls, begun, go_on = Pending(), threading.Event(), threading.Event()
 
-    class Graph:
-        def capture_begin(self):
-            begun.set()
+    def refuses(graph):
+        raise RuntimeError("no capture")
 
-        def capture_end(self):
-            pass
-
-        def fails(self):
-            raise RuntimeError("no capture")
-
-    Graph.capture_begin = graph_captures.beginning(Graph.capture_begin)
-    Graph.capture_end = graph_captures.ending(Graph.capture_end)
-    Graph.fails = graph_captures.beginning(Graph.fails)
+    begin = graph_captures.beginning(lambda graph: begun.set())
+    end = graph_captures.ending(lambda graph: None)
+    graph = SimpleNamespace()
     calls.add(1, None, GPU)
-    next(iter(calls._on_gpu.values()))[0].reached = True
-    graph = Graph()
+    reach(calls)
     with graph_captures.may_ask() as may:  # whoever asks is waited for
         assert may
-        thread = threading.Thread(target=lambda: (graph.capture_begin(), go_on.wait()))
+        thread = threading.Thread(target=lambda: (begin(graph), go_on.wait()))
         thread.start()
         assert not begun.wait(0.2)
     assert begun.wait(600)
@@ -282,10 +204,10 @@ def test_in_a_capture_nothing_is_recorded_and_nobody_asks(gpu):
     assert calls.ended(4) == [], "the answer has to wait"
     go_on.set()
     thread.join()
-    graph.capture_end()
+    end(graph)
     assert calls.ended(4) == [1]
     with pytest.raises(RuntimeError, match="no capture"):
-        graph.fails()
+        graph_captures.beginning(refuses)(graph)
     with graph_captures.may_ask() as may:
         assert may
 
@@ -317,13 +239,8 @@ def test_the_tap_tells_captures_and_batches_and_leaves_nothing_behind(monkeypatc
         assert torch.cuda.CUDAGraph.capture_begin is not before[0]
     finally:
         collective_hooks.leave(listener)
-    number = told[1][1]
-    assert told == [
-        ("first", 0, "a Work"),
-        ("second", number, "the batch's Work"),
-        ("third", number, "the batch's Work"),
-        ("fourth", 0, None),
-    ]
+    batched = told[1][1], "the batch's Work"
+    assert told == [("first", 0, "a Work"), ("second", *batched), ("third", *batched), ("fourth", 0, None)]
     assert before == (torch.cuda.CUDAGraph.capture_begin, dist.ProcessGroup._start_coalescing, dist.Work.wait)
 
 
@@ -350,31 +267,34 @@ class OnGPU(torch.Tensor):
 # --- what NCCL says ---------------------------------------------------------------------------------------------------
 
 
-def dumping(monkeypatch, **found):
+NCCL, GLOO, NONE = {"entries": [{"profiling_name": "nccl:all_reduce"}]}, {"entries": [1]}, {"version": "2.10"}
+
+
+@pytest.mark.parametrize(
+    ("nccl", "gloo", "told"),
+    [
+        (NCCL, GLOO, NCCL | {"gloo": GLOO}),
+        (NCCL, NONE, NCCL),
+        (NCCL, NCCL, NCCL),  # one and the same
+        (NONE, GLOO, GLOO),
+        (None, GLOO, GLOO),  # a build without NCCL
+        (None, NONE, None),
+        (None, None, None),
+    ],
+)
+def test_the_records_are_nccls_where_the_build_has_them(monkeypatch, nccl, gloo, told):
     for name in backend_records.RECORDERS:
         monkeypatch.delattr(_distributed_c10d, name, raising=False)
-    for name, records in found.items():
-        monkeypatch.setattr(_distributed_c10d, name, lambda *_, records=records: json.dumps(records), raising=False)
-    return backend_records.backend_records()
-
-
-def test_the_records_are_nccls_where_the_build_has_them(monkeypatch):
-    nccl, gloo, none = {"entries": [{"profiling_name": "nccl:all_reduce"}]}, {"entries": [1]}, {"version": "2.10"}
-    both = dumping(monkeypatch, _dump_nccl_trace_json=nccl, _dump_fr_trace_json=gloo)
-    assert both == nccl | {"gloo": gloo}
-    assert dumping(monkeypatch, _dump_nccl_trace_json=nccl, _dump_fr_trace_json=none) == nccl
-    assert dumping(monkeypatch, _dump_nccl_trace_json=nccl, _dump_fr_trace_json=nccl) == nccl, "one and the same"
-    assert dumping(monkeypatch, _dump_nccl_trace_json=none, _dump_fr_trace_json=gloo) == gloo
-    assert dumping(monkeypatch, _dump_fr_trace_json=gloo) == gloo, "a build without NCCL"
-    assert dumping(monkeypatch, _dump_fr_trace_json=none) is None and dumping(monkeypatch) is None
+    for name, records in (("_dump_nccl_trace_json", nccl), ("_dump_fr_trace_json", gloo)):
+        if records:
+            monkeypatch.setattr(_distributed_c10d, name, lambda *_, found=records: json.dumps(found), raising=False)
+    assert backend_records.backend_records() == told
 
 
 def group_that_says(error):
     backend = SimpleNamespace(get_error=lambda: getattr(torch._C._distributed_c10d.ErrorType, error))
-    made = {"cuda": backend, "cpu": SimpleNamespace()}
-    return SimpleNamespace(
-        _device_types=[torch.device("cpu"), torch.device("cuda")], _get_backend=lambda device: made[device.type]
-    )
+    made = {torch.device("cpu"): SimpleNamespace(), torch.device("cuda"): backend}
+    return SimpleNamespace(_device_types=list(made), _get_backend=made.get)
 
 
 @needs(ERRORS_OF_BACKENDS)

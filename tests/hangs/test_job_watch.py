@@ -1,11 +1,7 @@
 """`course watch` over a stranger's script: who, which collective over which axis, file and line; exit codes."""
 
-import os
-import subprocess
-import sys
 import time
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from course_lib.errors import EXIT_HUNG
 from course_lib.hangs import job_watch
-from course_lib.hangs.diagnosis import describe
-from course_lib.hangs.rank_state import Call
 from course_lib.hangs.watchdog import Watchdog, read_reports
-from course_lib.launching.launch import launch
+from tests.attach.commands import TORCHRUN, course
 
-BIN, ROOT = Path(sys.executable).parent, Path(__file__).parents[2]
 SCRIPT = """
 import os
 import sys
@@ -42,28 +35,7 @@ LINES = {text.strip(): number for number, text in enumerate(SCRIPT.splitlines(),
 
 def watch(folder, fault, seconds):
     (folder / "train.py").write_text(SCRIPT)
-    return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "course_lib",
-            "watch",
-            "--seconds",
-            str(seconds),
-            "--",
-            BIN / "torchrun",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "train.py",
-            fault,
-        ],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
+    return course(folder, f"watch --seconds {seconds} -- {TORCHRUN} train.py {fault}")
 
 
 def last_word(done):
@@ -104,7 +76,6 @@ def test_a_rank_that_fails_is_named_and_the_exit_code_is_the_launchers(tmp_path)
 
 def one_of_four_stays_away(folder):
     """Rank 3 does not come to tp's second all-reduce before there is a report; steps are counted by the optimizer."""
-    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     group = mesh["tp"].get_group()
     weight = torch.nn.Parameter(torch.ones(4))
@@ -122,16 +93,11 @@ def one_of_four_stays_away(folder):
     tool.end(None)
 
 
-def test_the_axis_of_a_mesh_is_named_and_the_steps_of_the_optimizer_are_counted(tmp_path):
-    launch(one_of_four_stays_away, tmp_path, num_processes=4, device="cpu", timeout=400)
+def test_the_axis_of_a_mesh_is_named_and_the_steps_of_the_optimizer_are_counted(ranks, tmp_path):
+    ranks(4, join=True)(one_of_four_stays_away, tmp_path)
     (culprit,) = next(report for report in read_reports(tmp_path) if report.rank == 2).verdicts  # who waits for it
     assert culprit.rank == 3
     assert "in step 1; rank 2 waits for it in all_reduce #2 over tp (ranks 2, 3) of float32 (4,) " in culprit.sentence
-
-
-def test_the_world_is_no_axis():
-    call = Call(1, "0", 3, "all_reduce", (4,), "float32", 1, (0, 1), None, None, "a.py", 1, 0, 0.0, 0, axis="world")
-    assert describe(call) == "all_reduce #3 of float32 (4,)"
 
 
 @pytest.mark.parametrize(("module", "reports"), [("__main__", 1), ("pdb", 0)])

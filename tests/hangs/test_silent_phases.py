@@ -68,14 +68,8 @@ def upload(seconds, rate, folder):
 
 def compile_(seconds, rate, folder):
     """By another process, as a compiler is one."""
-    subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"import time; end = time.monotonic() + {seconds}\nwhile time.monotonic() < end: sum(range(1000))",
-        ],
-        check=True,
-    )
+    code = f"import time; end = time.monotonic() + {seconds}\nwhile time.monotonic() < end: sum(range(1000))"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def evaluation(seconds, rate, folder):
@@ -99,31 +93,12 @@ def debugger(seconds, rate, folder):
 
 def suspended(seconds, rate, folder):
     """All ranks, as by Ctrl-Z or a laptop that sleeps; a process in a session of its own wakes them."""
-    pids = [int(path.name.removeprefix("pid")) for path in folder.glob("pid*")]
-    subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import os, sys, time\npids = list(map(int, sys.argv[2:]))\n"
-            "[os.kill(pid, 19) for pid in pids]\ntime.sleep(float(sys.argv[1]))\n"
-            "[os.kill(pid, 18) for pid in pids]",
-            str(seconds),
-            *map(str, pids),
-        ],
-        start_new_session=True,
-        check=True,
-    )
+    pids = [path.name.removeprefix("pid") for path in folder.glob("pid*")]
+    code = f"kill -STOP {' '.join(pids)}; sleep {seconds}; kill -CONT {' '.join(pids)}"
+    subprocess.run(["sh", "-c", code], start_new_session=True, check=True)
 
 
-DO = {
-    "compile": compile_,
-    "download": download,
-    "upload": upload,
-    "evaluation": evaluation,
-    "saving": saving,
-    "debugger": debugger,
-    "suspended": suspended,
-}
+DO = {each.__name__.strip("_"): each for each in (compile_, download, upload, evaluation, saving, debugger, suspended)}
 
 
 def phases(seed, folder):
@@ -140,11 +115,8 @@ def phases(seed, folder):
                 DO[kind](seconds, rate, folder)
             dist.barrier()
             if (folder / "hang").exists():
-                return (
-                    kind,
-                    rate,
-                    [verdict.sentence for report in read_reports(folder / "hang") for verdict in report.verdicts],
-                )
+                accused = [verdict.sentence for report in read_reports(folder / "hang") for verdict in report.verdicts]
+                return kind, rate, accused
     return None
 
 

@@ -5,8 +5,6 @@ import mmap
 import os
 import signal
 import struct
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -28,6 +26,8 @@ from course_lib.hangs.rank_state import ENDED, RankState, read_record
 from course_lib.hangs.watchdog import ANSWER_SECONDS, LOOK_SECONDS, Watchdog, read_reports
 from course_lib.launching.launch import RankError, launch
 from course_lib.metering.meter import Meter
+from tests.hangs.test_silent_phases import DO
+from tests.ranks import on_ranks
 
 SECONDS, LONG_SECONDS = 1.0, 3600.0
 STEPS, FAULTY, CULPRIT = 6, 3, 1
@@ -55,7 +55,7 @@ class Stuck(torch.utils.data.Dataset):
 def train(fault, folder):
     """A few steps; the culprit's go wrong in the fourth. Each rank notes who it is."""
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     loader = torch.utils.data.DataLoader(Stuck(), batch_size=None, num_workers=1) if fault == "loader" else range(STEPS)
     rows = torch.ones(4)
@@ -81,7 +81,6 @@ def train(fault, folder):
             dist.barrier()  # waits
             dog.beat(step)
             time.sleep(0.02)
-    return world
 
 
 EXPECTED = {  # what, collective, sequence, where
@@ -96,12 +95,12 @@ EXPECTED = {  # what, collective, sequence, where
 
 
 def after(fault, folder, ranks=3, stream=False):
-    """The reports, and what the launch says; a hang that nobody reports ends the launch with another error."""
-    with pytest.raises(RankError) as error:
+    """The reports; a hang that nobody reports ends the launch with another error."""
+    with pytest.raises(RankError):
         launch(train, fault, folder, num_processes=ranks, timeout=400, stream=stream)
     for rank in range(ranks):
         assert not psutil.pid_exists(int((folder / f"pid{rank}").read_text()))
-    return read_reports(folder / "hang"), str(error.value)
+    return read_reports(folder / "hang")
 
 
 @pytest.fixture
@@ -117,35 +116,25 @@ def test_the_culprit_its_collective_and_its_place_are_named(fault, tmp_path, mon
     if fault == "elsewhere":
         monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")  # gloo keeps a record of its own, too
         monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 60.0)  # else a busy machine may have two ranks tell
-    reports, error = after(fault, tmp_path, stream=fault == "elsewhere")
+    reports = after(fault, tmp_path, stream=fault == "elsewhere")
     what, collective, sequence, mark = EXPECTED[fault]
-    died = {"dead": {CULPRIT}, "stopped": {CULPRIT}}.get(fault, set())
     writers = {report.rank for report in reports}
     if fault == "shape":  # gloo may abort a rank that receives more than it asked for
-        assert writers, error
+        assert writers
     else:
-        assert writers == {0, 1, 2} - died
+        assert writers == {0, 1, 2} - ({CULPRIT} if fault in ("dead", "stopped") else set())
     for report in reports:
         (verdict,) = report.verdicts
-        assert (verdict.rank, verdict.what, verdict.collective, verdict.sequence) == (
-            CULPRIT,
-            what,
-            collective,
-            sequence,
-        ), report
-        assert verdict.file == HERE and (mark is None or verdict.line == line_of(mark))
+        named = verdict.rank, verdict.what, verdict.collective, verdict.sequence, verdict.file
+        assert named == (CULPRIT, what, collective, sequence, HERE)
+        assert mark is None or verdict.line == line_of(mark)
         assert [state.rank for state in report.states] == [0, 1, 2]
-        waiting = report.states[0]
         if fault != "shape":
-            assert (waiting.collective, waiting.sequence, waiting.shape, waiting.line) == (
-                "all_reduce",
-                7,
-                (4,),
-                line_of("reduces"),
-            )
-            assert waiting.step == FAULTY - 1 and waiting.group == (0, 1, 2)
+            first = report.states[0]
+            waits = first.collective, first.sequence, first.shape, first.line, first.step, first.group
+            assert waits == ("all_reduce", 7, (4,), line_of("reduces"), FAULTY - 1, (0, 1, 2))
             assert f"line {line_of('reduces')}, in train" in report.stacks
-        assert report.states[CULPRIT].alive == (fault != "dead") or fault == "shape"
+            assert report.states[CULPRIT].alive == (fault != "dead")
         text = (tmp_path / "hang" / f"hang-rank{report.rank}.txt").read_text()
         assert verdict.sentence in text and report.stacks in text
     if fault == "elsewhere":
@@ -158,59 +147,25 @@ def test_the_culprit_its_collective_and_its_place_are_named(fault, tmp_path, mon
 @pytest.mark.usefixtures("work_may_take_for_ever")
 def test_a_receive_whose_send_never_comes(tmp_path):
     """Rank 0 waits for rank 1's send, and rank 1 for rank 0's all-reduce: a circle, of which both are named."""
-    reports, _ = after("recv", tmp_path, ranks=2)
+    reports = after("recv", tmp_path, ranks=2)
     assert {report.rank for report in reports} == {0, 1}
     for report in reports:
-        first, second = report.verdicts
-        assert (first.rank, first.collective, first.line) == (0, "recv", line_of("recv"))
-        assert (second.rank, second.collective, second.line) == (1, "all_reduce", line_of("reduces"))
-        assert "rank 0 waits for rank 1 in recv #1 from rank 1" in first.sentence
+        circle = [(verdict.rank, verdict.collective, verdict.line) for verdict in report.verdicts]
+        assert circle == [(0, "recv", line_of("recv")), (1, "all_reduce", line_of("reduces"))]
+        assert "rank 0 waits for rank 1 in recv #1 from rank 1" in report.verdicts[0].sentence
 
 
-def works(folder):
-    """Ranks of which one is slow, in each of the ways that a watchdog could take for a hang and that keep it busy."""
-    dist.init_process_group("gloo")
+@pytest.mark.parametrize("kind", ["evaluation", "compile", "saving"])
+@on_ranks(2)
+def test_no_accusation_of_ranks_that_work(kind, tmp_path):
+    """In each of the ways that a watchdog could take for a hang and that keep a rank busy."""
     torch.set_num_threads(1)
-    rank, done = dist.get_rank(), []
-
-    def evaluates():
-        end = time.monotonic() + 2 * SECONDS
-        while time.monotonic() < end:
-            torch.ones(100, 100) @ torch.ones(100, 100)
-
-    def compiles():
-        subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                f"import time; end = time.monotonic() + {2 * SECONDS}\nwhile time.monotonic() < end: pass",
-            ],
-            check=True,
-        )
-
-    def saves():
-        end, block = time.monotonic() + 2 * SECONDS, os.urandom(1 << 20)
-        with (folder / "checkpoint").open("wb") as out:
-            while time.monotonic() < end:
-                out.seek(0)
-                out.write(block)
-                out.flush()
-                time.sleep(0.05)
-
-    for slow in (evaluates, compiles, saves):
-        with Watchdog(SECONDS, folder / "hang", ends=False):
-            if rank == 0:
-                slow()
-            dist.barrier()
-        done.append(slow.__name__)
-    return done, len(threading.enumerate())
-
-
-def test_no_accusation_of_ranks_that_work(tmp_path):
-    for done, threads in launch(works, tmp_path, num_processes=2, timeout=320, stream=False):
-        assert done == ["evaluates", "compiles", "saves"]
-        assert threads == 1, "a watchdog leaves no thread behind"
+    with Watchdog(SECONDS, tmp_path / "hang", ends=False):
+        if dist.get_rank() == 0:
+            DO[kind](2 * SECONDS, 0, tmp_path)
+        dist.barrier()
     assert read_reports(tmp_path / "hang") == []
+    assert threading.active_count() == 1, "a watchdog leaves no thread behind"
 
 
 class SharedClock:
@@ -246,7 +201,6 @@ def waits(folder, clock, beats, busy_factor=None):
     watchdog.BUSY_FACTOR = busy_factor or watchdog.BUSY_FACTOR
     works = busy_factor is not None
     watchdog.Activity = lambda watchers, peers: SimpleNamespace(is_busy=lambda spins: works, main_spins=False)
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     with Watchdog(SECONDS, folder, ends=False) as dog:
         while rank == 0 and not dog._exchange.snapshots()[1].calls:
@@ -264,62 +218,66 @@ def waits(folder, clock, beats, busy_factor=None):
                     clock.wait(dog, SECONDS / 2)
                 dist.all_reduce(torch.ones(8))
                 dog.beat(step)
-    return clock.monotonic()
+
+
+def accused(folder):
+    return {verdict.rank for report in read_reports(folder) for verdict in report.verdicts}
 
 
 @pytest.mark.parametrize("beats", [False, True])
-def test_ranks_that_wait_are_accused_unless_they_beat(tmp_path, beats):
+def test_ranks_that_wait_are_accused_unless_they_beat(ranks, tmp_path, beats):
     """Slow steps, and ranks that wait for each other in turns, are no hang; the same time without a beat is one."""
-    ended = launch(waits, tmp_path, SharedClock(), beats, num_processes=2, timeout=320, stream=False)
-    assert ended[0] == pytest.approx(1000 + SECONDS * (2 + 3 * beats))
-    accused = {verdict.rank for report in read_reports(tmp_path) for verdict in report.verdicts}
-    assert accused == (set() if beats else {0})
+    clock = SharedClock()
+    ranks(2, join=True)(waits, tmp_path, clock, beats)
+    assert clock.monotonic() == pytest.approx(1000 + SECONDS * (2 + 3 * beats))
+    assert accused(tmp_path) == (set() if beats else {0})
 
 
-def test_work_without_end_is_accused(tmp_path):
+def test_work_without_end_is_accused(ranks, tmp_path):
     """Work counts as progress for 2 x SECONDS; SECONDS later it is a hang."""
-    launch(waits, tmp_path, SharedClock(), False, 2, num_processes=2, timeout=320, stream=False)
-    reports = read_reports(tmp_path)
-    assert {verdict.rank for report in reports for verdict in report.verdicts} == {0} and len(reports) == 2
-    waiting = next(report for report in reports if report.rank == 1)
+    ranks(2, join=True)(waits, tmp_path, SharedClock(), False, busy_factor=2)
+    assert accused(tmp_path) == {0}
+    working, waiting = read_reports(tmp_path)
+    assert (working.rank, waiting.rank) == (0, 1)
     assert 2 * SECONDS < waiting.seconds < 4 * SECONDS
 
 
 def calls_of(record):
-    return [
-        (call.name, call.line, call.state == ENDED)
-        for call in read_record(record.memory[:], 0, 1, "", "running", 0.0).calls
-    ]
+    calls = read_record(record.memory[:], 0, 1, "", "running", 0.0).calls
+    return [(call.name, call.line, call.state == ENDED) for call in calls]
 
 
-def seen():
-    """What the recorder notes of each engine, with and without a meter."""
-    dist.init_process_group("gloo")
-    rank, found = dist.get_rank(), {}
+def recorded(function):
+    recorder = FlightRecorder(record := RankState())
+    recorder.start()
+    function()
+    while not all(ended for *_, ended in calls_of(record)):  # or until the launch ends it
+        recorder.look()  # gloo's threads say it a little later than they have done it
+    recorder.stop()
+    return calls_of(record)
 
-    def recorded(function):
-        record = RankState()
-        recorder = FlightRecorder(record)
-        recorder.start()
-        function()
-        while not all(ended for _, _, ended in calls_of(record)):  # or until the launch ends it
-            recorder.look()  # gloo's threads say it a little later than they have done it
-        recorder.stop()
-        return calls_of(record)
 
+@on_ranks(2)
+def test_every_engine_is_seen():
     replicated = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-    found["DDP"] = recorded(lambda: replicated(torch.ones(2, 4)).sum().backward())  # DDP
+    seen = recorded(lambda: replicated(torch.ones(2, 4)).sum().backward())  # DDP
+    assert seen == [("all_reduce", line_of("DDP"), True)]
     sharded = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
-    found["FSDP2"] = recorded(lambda: sharded(torch.ones(2, 4)).sum().backward())  # FSDP2
-    stage = PipelineStage(nn.Linear(4, 4), rank, 2, torch.device("cpu"))
+    seen = recorded(lambda: sharded(torch.ones(2, 4)).sum().backward())  # FSDP2
+    assert set(seen) == {(name, line_of("FSDP2"), True) for name in ("all_gather", "reduce_scatter")}
+    stage = PipelineStage(nn.Linear(4, 4), dist.get_rank(), 2, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
-    batch = (torch.ones(4, 4),) if rank == 0 else ()
-    target = {"target": torch.ones(4, 4)} if rank == 1 else {}
+    batch = (torch.ones(4, 4),) if stage.is_first else ()
+    target = {"target": torch.ones(4, 4)} if stage.is_last else {}
     schedule.step(*batch, **target)
-    found["pipeline"] = recorded(lambda: schedule.step(*batch, **target))  # pipeline
+    seen = recorded(lambda: schedule.step(*batch, **target))  # pipeline
+    assert set(seen) == {(name, line_of("pipeline"), True) for name in ("send", "recv")}
 
-    recorder, record = FlightRecorder(first := RankState()), RankState()
-    later, reduced = FlightRecorder(record), torch.ones(4)
+
+@on_ranks(2)
+def test_a_meter_and_another_recorder_may_run_at_the_same_time():
+    reduced = torch.ones(4)
+    recorder, later = FlightRecorder(first := RankState()), FlightRecorder(second := RankState())
     recorder.start()
     with Meter() as inside:  # the meter within the recorder
         dist.all_reduce(reduced)
@@ -330,23 +288,10 @@ def seen():
     dist.all_reduce(reduced)  # and the recorder beyond the meter
     later.stop()
     dist.all_reduce(reduced)
-    found["both"] = len(inside.collectives), len(calls_of(first)), len(calls_of(record))
-    return found
-
-
-def test_every_engine_is_seen_and_a_meter_may_run_at_the_same_time():
-    for found in launch(seen, num_processes=2, timeout=200, stream=False):
-        assert found["DDP"] == [("all_reduce", line_of("DDP"), True)]
-        assert {name for name, _, _ in found["FSDP2"]} == {"all_gather", "reduce_scatter"}
-        assert {name for name, _, _ in found["pipeline"]} == {"send", "recv"}
-        for engine in ("FSDP2", "pipeline"):
-            assert {line for _, line, _ in found[engine]} == {line_of(engine)}, engine
-            assert len(found[engine]) >= 2 and all(ended for _, _, ended in found[engine])
-        assert found["both"] == (3, 2, 3)
+    assert (len(inside.collectives), len(calls_of(first)), len(calls_of(second))) == (3, 2, 3)
 
 
 def ends_on_request(holds, folder):
-    dist.init_process_group("gloo")
     with Watchdog(30, folder / "hang", holds_sigterm=holds):
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -354,14 +299,15 @@ def ends_on_request(holds, folder):
         time.sleep(300)
 
 
+ENDED_BY = {False: "was killed by SIGTERM", True: "exited with code 143 before the function returned"}
+
+
 @pytest.mark.parametrize("holds", [False, True])
-def test_sigterm_is_held_back_for_the_report_and_no_longer(holds, tmp_path):
+def test_sigterm_is_held_back_for_the_report_and_no_longer(holds, ranks, tmp_path):
     with pytest.raises(RankError) as error:
-        launch(ends_on_request, holds, tmp_path, num_processes=2, timeout=200, stream=False)
+        ranks(2, join=True)(ends_on_request, holds, tmp_path)
     assert error.value.rank == 1 and (tmp_path / "still there").exists() == holds
-    assert error.value.failure.summary == (
-        "exited with code 143 before the function returned" if holds else "was killed by SIGTERM"
-    )
+    assert error.value.failure.summary == ENDED_BY[holds]
 
 
 def hangs_alone(folder, ends):
@@ -371,20 +317,18 @@ def hangs_alone(folder, ends):
     return read_reports(folder)
 
 
-def test_one_process_without_a_group_is_watched_too(tmp_path):
+def test_one_process_without_a_group_is_watched_too(ranks, tmp_path):
     (tmp_path / "hang-rank3.json").write_text(json.dumps({"left by": "an earlier run with more ranks"}))
     os.utime(tmp_path / "hang-rank3.json", (1, 1))
-    (report,) = launch(hangs_alone, tmp_path, False, num_processes=1, timeout=480, stream=False)[0]
+    ((report,),) = ranks(1)(hangs_alone, tmp_path, False)
     (verdict,) = report.verdicts
     assert (verdict.rank, verdict.what, verdict.file) == (0, "elsewhere", HERE)
-    with pytest.raises(RankError) as error:
-        launch(hangs_alone, tmp_path / "ended", True, num_processes=1, timeout=480, stream=False)
-    assert f"exited with code {EXIT_HUNG}" in str(error.value)
+    with pytest.raises(RankError, match=f"exited with code {EXIT_HUNG}"):
+        ranks(1)(hangs_alone, tmp_path / "ended", True)
 
 
 def answers_late(folder):
     """Rank 1's watchdog has no core for a while, just as it is to say where its rank is."""
-    dist.init_process_group("gloo")
     stacks = Watchdog._stacks
 
     def late(dog):
@@ -397,11 +341,10 @@ def answers_late(folder):
         time.sleep(600)
 
 
-def test_a_rank_that_only_answers_late_is_left_to_report_for_itself(tmp_path, monkeypatch):
+def test_a_rank_that_only_answers_late_is_left_to_report_for_itself(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "LATE_SECONDS", 40.0)  # however late a busy machine lets it answer
-    with pytest.raises(RankError) as error:
-        launch(answers_late, tmp_path, num_processes=2, timeout=400, stream=False)
-    assert f"rank {error.value.rank} exited with code {EXIT_HUNG}" in str(error.value)
+    with pytest.raises(RankError, match=f"exited with code {EXIT_HUNG}"):
+        ranks(2, join=True)(answers_late, tmp_path)
     first, second = read_reports(tmp_path)
     assert (first.rank, second.rank) == (0, 1) and "in answers_late" in second.stacks
 
