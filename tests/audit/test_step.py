@@ -1,7 +1,5 @@
 """One step of a training loop, audited in the job that runs it."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,18 +8,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from course_lib.audit import GradientDiffers, Layout, Reference, step
 from course_lib.errors import CourseError
-from course_lib.launching.launch import launch
 from tests.audit import subjects
-from tests.torch_versions import FSDP2_ON_CPUS, has
+from tests.ranks import on_ranks
+from tests.torch_versions import FSDP2_ON_CPUS, needs
 
 REFERENCE = Reference(subjects.small, subjects.mean_loss)
-
-on_ranks = functools.partial(launch, device="cpu", timeout=160, stream=False)
 
 
 def loop(wrap, reference=REFERENCE, average=True, clip=None):
     """Somebody's loop: two steps, the second one audited."""
-    dist.init_process_group("gloo")
     layout = Layout(dp=dist.get_world_size())
     model = wrap(subjects.small())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -45,53 +40,45 @@ def loop(wrap, reference=REFERENCE, average=True, clip=None):
     return audited.verdict
 
 
-def test_a_right_step_raises_no_alarm_and_a_sum_for_a_mean_is_named():
-    for wrap in (DistributedDataParallel, fully_shard) if has(FSDP2_ON_CPUS) else (DistributedDataParallel,):
-        verdicts = on_ranks(loop, wrap, num_processes=3)
-        assert all(verdict.clean and len(verdict.gradients) == 9 for verdict in verdicts)
-    verdict = on_ranks(loop, DistributedDataParallel, REFERENCE, False, num_processes=3)[1]
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, pytest.param(fully_shard, marks=needs(FSDP2_ON_CPUS))])
+@on_ranks(3)
+def test_a_right_step_raises_no_alarm(wrap):
+    verdict = loop(wrap)
+    assert verdict.clean and len(verdict.gradients) == 9
+
+
+@on_ranks(3)
+def test_a_sum_for_a_mean_is_named():
+    verdict = loop(DistributedDataParallel, average=False)
     assert {(f.kind, round(f.factor, 9), f.axes) for f in verdict.wrong} == {("factor", 3, ("dp",))}
     assert verdict.losses_agree
 
 
+@on_ranks(2)
 def test_a_clipped_gradient_is_compared_with_a_clipped_one():
     clipped = Reference(subjects.small, subjects.mean_loss, clip=0.01)
-    for reference, clean in ((clipped, True), (REFERENCE, False)):
-        verdict = on_ranks(loop, DistributedDataParallel, reference, True, 0.01, num_processes=2)[0]
-        assert verdict.clean is clean
+    assert loop(DistributedDataParallel, clipped, clip=0.01).clean
+    assert not loop(DistributedDataParallel, REFERENCE, clip=0.01).clean
 
 
 def test_it_raises_what_it_found_and_refuses_what_it_cannot_judge():
     """In a process without ranks too."""
     model, batch = subjects.small(), subjects.data()
-    with (
-        pytest.raises(
-            GradientDiffers,
-            match="one process: `embedding.weight`, .* and 6 more: 2 times the reference, the size of no axis",
-        ),
-        step(model, REFERENCE, batch=batch),
-    ):
-        (2 * subjects.mean_loss(model, batch)).backward()
-    model.zero_grad()
+
+    def refused(error, match, loss=None, reference=REFERENCE, **options):
+        model.zero_grad()
+        with pytest.raises(error, match=match), step(model, reference, batch=batch, **options):
+            if loss is not None:
+                loss(model, batch).backward()
+
     with step(model, REFERENCE, batch=batch):
         subjects.mean_loss(model, batch).backward()
-    model.zero_grad()
-    with (
-        pytest.raises(CourseError, match="no parameter of the model has a gradient"),
-        step(model, REFERENCE, batch=batch),
-    ):
-        pass
-    with (
-        pytest.raises(CourseError, match="has 3 ranks, and the job 1"),
-        step(model, REFERENCE, batch=batch, layout=Layout(tp=3)),
-    ):
-        pass
-    model.zero_grad()
-    with (
-        pytest.raises(CourseError, match="the loss reaches no weight"),
-        step(model, Reference(subjects.small, lambda model, batch: 0 * subjects.mean_loss(model, batch)), batch=batch),
-    ):
-        subjects.mean_loss(model, batch).backward()
+    told = "one process: `embedding.weight`, .* and 6 more: 2 times the reference, the size of no axis"
+    refused(GradientDiffers, told, lambda *step: 2 * subjects.mean_loss(*step))
+    refused(CourseError, "no parameter of the model has a gradient")
+    refused(CourseError, "has 3 ranks, and the job 1", layout=Layout(tp=3))
+    nothing = Reference(subjects.small, lambda *step: 0 * subjects.mean_loss(*step))
+    refused(CourseError, "the loss reaches no weight", subjects.mean_loss, nothing)
 
 
 def test_what_draws_in_the_step_is_refused_and_not_called_wrong():
@@ -105,22 +92,6 @@ def test_what_draws_in_the_step_is_refused_and_not_called_wrong():
         dropped(model, batch).backward()
 
 
-def test_ranks_that_are_weighed_alike_are_told_in_the_job():
-    """What the batches' own gradients explain, in a job of two ranks with one row and eleven."""
-    (message,) = set(on_ranks(of_uneven_rows, num_processes=2))
-    assert "weigh alike, and in one process 0.0833, 0.917" in message
-
-
-def test_a_loss_that_takes_no_part_of_a_batch_leaves_that_cause_untried_and_says_so():
-    (message,) = set(on_ranks(of_uneven_rows, Reference(subjects.small, of_twelve_rows), num_processes=2))
-    assert (
-        "`embedding.weight`" in message
-        and "what the ranks' own batches explain was not tried, since one process "
-        "does not take them: ValueError: twelve rows, not 1"
-        in message
-    )
-
-
 def of_twelve_rows(model, batch):
     """A loss that is for whole batches alone."""
     if len(batch[0]) != 12:
@@ -128,12 +99,24 @@ def of_twelve_rows(model, batch):
     return subjects.mean_loss(model, batch)
 
 
-def of_uneven_rows(reference=REFERENCE):
-    dist.init_process_group("gloo")
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (subjects.mean_loss, "weigh alike, and in one process 0.0833, 0.917"),
+        (
+            of_twelve_rows,
+            "`embedding.weight`.*what the ranks' own batches explain was not tried, since one process does not take "
+            "them: ValueError: twelve rows, not 1",
+        ),
+    ],
+)
+@on_ranks(2)
+def test_ranks_that_are_weighed_alike_are_told_in_the_job_unless_the_loss_takes_no_part_of_a_batch(loss, said):
+    """What the batches' own gradients explain, in a job of two ranks with one row and eleven."""
     model = DistributedDataParallel(subjects.small())
     batch = subjects.part_of(Layout(dp=2), dist.get_rank(), uneven=True)
-    try:
-        with step(model, reference, batch=batch):
-            subjects.mean_loss(model, batch).backward()
-    except GradientDiffers as error:
-        return str(error)
+    with (
+        pytest.raises(GradientDiffers, match=said),
+        step(model, Reference(subjects.small, loss), batch=batch),
+    ):
+        subjects.mean_loss(model, batch).backward()

@@ -6,66 +6,36 @@ share a model that looks at each token for itself, so that tokens can be dealt t
 
 import functools
 from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import yaml
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from course_lib.audit import Layout, Subject
 from course_lib.parallel.expert_router import TopKRouter
 from course_lib.parallel.experts import Experts, MoELayer, average_gradients, expert_groups, keep_own_experts
-from tests.audit.subjects import (
-    ROWS,
-    TOKENS,
-    WIDTH,
-    WORDS,
-    averaged,
-    by_hand,
-    data,
-    mean_loss,
-    part_of,
-    sgd,
-    small,
-    tensor_parallel,
-)
+from tests.audit import subjects
+from tests.audit.subjects import averaged, by_hand, changed, halves, mean_loss, sgd, small, tensor_parallel, told_as
+
+ROWS, TOKENS, WORDS, WIDTH = subjects.ROWS, subjects.TOKENS, subjects.WORDS, subjects.WIDTH
 
 
-class Told(NamedTuple):
-    """An issue or pull request, what went wrong, where it shows, and what the audit has to say of it.
-
-    Attributes:
-        where: project and number.
-        what: in a sentence of ours.
-        make: the training.
-        layout: of the audit.
-        names: of the parameters that are wrong.
-        kind: of the finding, and its factor and axes.
-        follows: parameters whose gradient is off because of it, without a rule of its own.
-    """
-
-    where: str
-    what: str
-    make: Callable
-    layout: Layout
-    names: set[str]
-    kind: str
-    factor: float | None = None
-    axes: tuple[str, ...] = ()
-    follows: frozenset[str] = frozenset()
-
-
-EVERY = {name for name, _ in small().named_parameters()}
-
-
-# --- data and context parallelism: who divides by what ---
+def then(made, change):
+    """A training, and ``change(model)`` between what it does with its gradients and the step."""
+    model, optimizer, *_ = made
+    optimizer.register_step_pre_hook(lambda *_: change(model))
+    return made
 
 
 def in_context(layout, divided_by=None, token_sum=False):
     """Rows dealt to dp and tokens to cp. Gradients are summed over all ranks and divided."""
     model, place = small(), layout.place(dist.get_rank())
-    ids, targets = (tensor.chunk(layout.dp)[place["dp"]].chunk(layout.cp, 1)[place["cp"]] for tensor in data())
+    ids, targets = (tensor.chunk(layout.dp)[place["dp"]].chunk(layout.cp, 1)[place["cp"]] for tensor in subjects.data())
     optimizer = sgd(model)
 
     def reduce(*_):
@@ -76,7 +46,7 @@ def in_context(layout, divided_by=None, token_sum=False):
     def loss(model, batch):
         if token_sum and layout.ranks > 1:  # told as a mean, and its gradient that of the sum
             total = cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
-            return total - total.detach() + (total / batch[1].numel()).detach()
+            return told_as(total, total / batch[1].numel())
         return mean_loss(model, batch)
 
     if layout.ranks > 1:
@@ -84,51 +54,30 @@ def in_context(layout, divided_by=None, token_sum=False):
     return model, optimizer, loss, (ids, targets)
 
 
-def averaged_twice(layout):
-    """The loss is divided by all ranks' tokens, and the wrapper averages once more."""
-    model, optimizer, loss, batch = by_hand(layout, averaged)
-    ranks = dist.get_world_size()
-
-    def of_all_tokens(model, batch):
-        local = loss(model, batch) / ranks
-        return local + (local.detach() * (ranks - 1))  # logged as it should be
-
-    return model, optimizer, of_all_tokens, batch
+def loss_times(layout, factor):
+    """Told is the mean, and its gradient is that of a multiple."""
+    by = factor(layout)
+    return by_hand(layout, averaged, loss=lambda *args: told_as(by * mean_loss(*args), mean_loss(*args)))
 
 
-# --- accumulation ---
-
-
-class Accumulating:
+def accumulating(layout, keeps_last=False):
     """Two micro-batches; ``keeps_last``: the second one's gradient takes the place of the first one's."""
 
-    def __init__(self, keeps_last):
-        self.keeps_last = keeps_last
+    def loss(model, batch):
+        first, second = halves(batch)
+        half = mean_loss(model, first) / 2
+        half.backward()
+        if keeps_last and layout.ranks > 1:
+            model.zero_grad()
+        return mean_loss(model, second) / 2 + half.detach()
 
-    def __call__(self, layout):
-        model, optimizer, _, batch = by_hand(layout, averaged)
-
-        def loss(model, batch):
-            halves = list(zip(*(tensor.chunk(2) for tensor in batch), strict=True))
-            first = mean_loss(model, halves[0]) / 2
-            first.backward()
-            if self.keeps_last and layout.ranks > 1:
-                model.zero_grad()
-            return mean_loss(model, halves[1]) / 2 + first.detach()
-
-        return model, optimizer, loss, batch
-
-
-# --- tensor parallelism ---
+    return by_hand(layout, averaged, loss=loss)
 
 
 def tensor_with(layout, change):
     """Right except for what ``change(model, tp group)`` does to the gradients last."""
-    model, optimizer, loss, batch = tensor_parallel(layout)
-    group = layout.mesh().get_group("tp")
-    if layout.ranks > 1:
-        optimizer.register_step_pre_hook(lambda *_: change(model, group))
-    return model, optimizer, loss, batch
+    made, group = tensor_parallel(layout), layout.mesh().get_group("tp")
+    return then(made, lambda model: change(model, group)) if layout.ranks > 1 else made
 
 
 def norm_times_ranks(model, group):
@@ -138,12 +87,14 @@ def norm_times_ranks(model, group):
 def sequence_parallel_norm(layout, summed=False):
     """The norm works on a rank's own tokens, so that its weights have a part of their gradient on each."""
     model, group = small(), layout.mesh().get_group("tp")
-    ids, targets = data()
+    ids, targets = subjects.data()
     place = layout.place(dist.get_rank())["tp"]
     mine = slice(TOKENS * place // layout.tp, TOKENS * (place + 1) // layout.tp)
 
     def loss(model, batch):  # this rank's share of the mean over all tokens; told is the mean of its own
-        share = cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum") / (ROWS * TOKENS)
+        share = cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum") / (
+            subjects.ROWS * TOKENS
+        )
         return share + share.detach() * (layout.tp - 1)
 
     def reduce(*_):
@@ -156,15 +107,15 @@ def sequence_parallel_norm(layout, summed=False):
     return model, optimizer, loss, (ids[:, mine], targets[:, mine])
 
 
-# --- experts ---
-
-
 class Mixture(nn.Module):
     """An embedding, experts beside it, a head."""
 
     def __init__(self, group):
         super().__init__()
-        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.embedding, self.head = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.Linear(WIDTH, WORDS),
+        )
         self.moe = MoELayer(TopKRouter(WIDTH, 6, 2), keep_own_experts(Experts(6, WIDTH, 8), group), group)
 
     def forward(self, ids):
@@ -180,27 +131,19 @@ def mixture(layout, reduce=average_gradients):
     optimizer = sgd(model)
     optimizer.register_step_pre_hook(lambda *_: reduce(model, groups))
     rows = Layout(dp=layout.dp * layout.ep)
-    whole = functools.partial(_whole_experts, model, groups.sharing)
-    return Subject(
-        model,
-        optimizer,
-        mean_loss,
-        part_of(rows, dist.get_rank()),
-        lambda: whole(lambda p: p.grad),
-        lambda: whole(lambda p: p.detach()),
-    )
 
+    def whole(of):
+        gathered = {name: of(parameter) for name, parameter in model.named_parameters()}
+        for name, tensor in gathered.items():
+            if ".experts." in name and tensor is not None:
+                parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(groups.sharing))]
+                dist.all_gather(parts, tensor.contiguous(), group=groups.sharing)
+                gathered[name] = torch.cat(parts)
+        return gathered
 
-def _whole_experts(model, group, of):
-    whole = {}
-    for name, parameter in model.named_parameters():
-        tensor = of(parameter)
-        if ".experts." in name and tensor is not None:
-            parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, tensor.contiguous(), group=group)
-            tensor = torch.cat(parts)
-        whole[name] = tensor
-    return whole
+    mine = subjects.part_of(rows, dist.get_rank())
+    gradients, weights = (lambda: whole(lambda p: p.grad)), (lambda: whole(lambda p: p.detach()))
+    return Subject(model, optimizer, mean_loss, mine, gradients, weights)
 
 
 def experts_over_their_own_group_alone(model, groups):
@@ -224,52 +167,20 @@ def experts_left_out(model, groups):
         parameter.grad = gradient
 
 
-# --- one parameter, one norm, one use ---
-
-
-def bucket_of_one(layout):
-    """A parameter that fills a bucket to the last element is sent with none."""
-    full = small().blocks[0].up.weight.numel()
-
-    def reduce(name, gradient):
-        if gradient.numel() != full or name != "blocks.0.up.weight":
-            averaged(name, gradient)
-
-    return by_hand(layout, reduce)
-
-
-def negated(layout):
-    """The difference of old and new weights, taken the wrong way round, is handed to the outer optimizer."""
-
-    def reduce(name, gradient):
-        averaged(name, gradient)
-        gradient.neg_()
-
-    return by_hand(layout, reduce)
-
-
-def loss_times_ranks(layout):
-    """A mean is multiplied by the ranks, as if the wrapper added up; told is the mean."""
-    model, optimizer, loss, batch = by_hand(layout, averaged)
-
-    def scaled(model, batch):
-        local = loss(model, batch)
-        return local * layout.dp + (local * (1 - layout.dp)).detach()
-
-    return model, optimizer, scaled, batch
+bucket_of_one = functools.partial(changed, change=torch.Tensor.copy_, of="blocks.0.up.weight")
+"""A parameter that fills a bucket to the last element is sent with none."""
+negated = functools.partial(changed, change=lambda gradient, own: gradient.neg_())
+"""The difference of old and new weights, taken the wrong way round, is handed to the outer optimizer."""
 
 
 def batches_and_ranks_left_in(layout):
     """Two micro-batches: each one's own mean, times the data ranks, and added up; told is the mean."""
-    model, optimizer, _, batch = by_hand(layout, averaged)
 
     def loss(model, batch):
-        means = [mean_loss(model, half) for half in zip(*(tensor.chunk(2) for tensor in batch), strict=True)]
-        right = sum(means) / 2
-        wrong = sum(means) * layout.dp if layout.ranks > 1 else right
-        return wrong + (right - wrong).detach()
+        total = sum(mean_loss(model, half) for half in halves(batch))
+        return told_as(total * layout.dp if layout.ranks > 1 else total / 2, total / 2)
 
-    return model, optimizer, loss, batch
+    return by_hand(layout, averaged, loss=loss)
 
 
 MOST = 0.05
@@ -283,33 +194,26 @@ def clipped(model, square):
 
 def squares_of_all_ranks(layout):
     """Whole parameters, and the squares of their gradients are added up over the ranks, as if they were shards."""
-    model, optimizer, loss, batch = by_hand(layout, averaged)
 
-    def clip(*_):
+    def clip(model):
         square = sum(parameter.grad.square().sum() for parameter in model.parameters())
         dist.all_reduce(square)
         clipped(model, square)
 
-    optimizer.register_step_pre_hook(clip)
-    return model, optimizer, loss, batch
+    return then(by_hand(layout, averaged), clip)
 
 
 def replicated_squares_of_all_ranks(layout):
     """Of a model whose MLP is split: the squares of what is whole on each tensor rank are counted on each."""
-    model, optimizer, loss, batch = tensor_parallel(layout)
 
-    def clip(*_):
-        split = {"blocks.0.up.weight", "blocks.0.up.bias", "blocks.0.down.weight"}
-        clipped(
-            model,
-            sum(
-                parameter.grad.square().sum() * (1 if name in split else layout.tp)
-                for name, parameter in model.named_parameters()
-            ),
-        )
+    def clip(model):
+        square = 0
+        for name, parameter in model.named_parameters():
+            split = name in ("blocks.0.up.weight", "blocks.0.up.bias", "blocks.0.down.weight")
+            square += parameter.grad.square().sum() * (1 if split else layout.tp)
+        clipped(model, square)
 
-    optimizer.register_step_pre_hook(clip)
-    return model, optimizer, loss, batch
+    return then(tensor_parallel(layout), clip)
 
 
 def bias_divided(model, group):
@@ -349,12 +253,11 @@ def tied_ends(layout, summed=False):
                 dist.all_reduce(parameter.grad, group=mesh.get_group("pp"))
 
     optimizer.register_step_pre_hook(reduce)
-    return model, optimizer, loss, part_of(layout, dist.get_rank())
+    return model, optimizer, loss, subjects.part_of(layout, dist.get_rank())
 
 
 def second_use_left_out(layout, left_out=True):
     """A block is used twice in a step, and its gradient is sent when that of one use is there."""
-    model, optimizer, _, batch = by_hand(layout, averaged)
 
     def loss(model, batch):
         hidden = model.blocks[0](model.embedding(batch[0]))
@@ -364,199 +267,55 @@ def second_use_left_out(layout, left_out=True):
         hidden = torch.func.functional_call(model.blocks[0], own, (hidden,))
         return cross_entropy(model.head(hidden).flatten(0, 1), batch[1].flatten())
 
-    return model, optimizer, loss, batch
+    return by_hand(layout, averaged, loss=loss)
 
 
-EXPERTS = {"moe.experts.gate_up_proj", "moe.experts.down_proj"}
-NORM = {"blocks.0.norm.weight", "blocks.0.norm.bias"}
+MAKE = {
+    "transformers #48205": functools.partial(mixture, reduce=router_left_out),
+    "pytorch #160285": functools.partial(mixture, reduce=experts_over_their_own_group_alone),
+    "Megatron-LM #5956": functools.partial(mixture, reduce=experts_over_their_own_group_alone),
+    "fairseq #4220": functools.partial(mixture, reduce=experts_left_out),
+    "Megatron-LM #1446": sequence_parallel_norm,
+    "Megatron-LM #1528": functools.partial(tensor_with, change=norm_times_ranks),
+    "SkyRL #1886": functools.partial(tensor_parallel, sums=False),
+    "Megatron-LM #906": functools.partial(in_context, divided_by=lambda layout: layout.dp),
+    "DeepSpeed #5555": functools.partial(in_context, divided_by=lambda layout: layout.ranks * layout.cp),
+    "torchtitan #2323": functools.partial(loss_times, factor=lambda layout: 1 / layout.dp),
+    "torchtitan #2972": functools.partial(in_context, token_sum=True),
+    "open-instruct #1498": functools.partial(accumulating, keeps_last=True),
+    "torchtitan #4332": functools.partial(tensor_with, change=bias_divided),
+    "NeMo-RL #3788": replicated_squares_of_all_ranks,
+    "hyper-parallel #279": squares_of_all_ranks,
+    "sparseml #135": functools.partial(loss_times, factor=lambda layout: layout.dp),
+    "NeMo Automodel #3830": batches_and_ranks_left_in,
+    "piper #13": tied_ends,
+    "DeepSpeed #8224": second_use_left_out,
+    "DeepSpeed #4321": bucket_of_one,
+    "torchft #233": negated,
+}
 
-TOLD = (
-    Told(
-        "transformers #48205",
-        "each rank has the router's gradient from its own experts, and nobody sums them",
-        functools.partial(mixture, reduce=router_left_out),
-        Layout(ep=3),
-        {"moe.gate.weight"},
-        "not averaged",
-        axes=("ep",),
-    ),
-    Told(
-        "pytorch #160285",
-        "experts' gradients are doubled with two expert ranks",
-        functools.partial(mixture, reduce=experts_over_their_own_group_alone),
-        Layout(ep=2),
-        EXPERTS,
-        "factor",
-        2.0,
-        ("ep",),
-    ),
-    Told(
-        "Megatron-LM #5956",
-        "experts' gradients are not divided by the expert ranks",
-        functools.partial(mixture, reduce=experts_over_their_own_group_alone),
-        Layout(dp=2, ep=3),
-        EXPERTS,
-        "factor",
-        3.0,
-        ("ep",),
-    ),
-    Told(
-        "fairseq #4220",
-        "experts are left out of the all-reduce, also where ranks hold the same ones",
-        functools.partial(mixture, reduce=experts_left_out),
-        Layout(dp=2, ep=3),
-        EXPERTS,
-        "not averaged",
-        axes=("dp",),
-    ),
-    Told(
-        "Megatron-LM #1446",
-        "under sequence parallelism a norm sees a rank's own tokens; nobody sums its gradient",
-        sequence_parallel_norm,
-        Layout(tp=2),
-        NORM,
-        "not summed",
-        axes=("tp",),
-    ),
-    Told(
-        "Megatron-LM #1528",
-        "a norm's gradient is too large by the tensor ranks",
-        functools.partial(tensor_with, change=norm_times_ranks),
-        Layout(dp=2, tp=3),
-        {"blocks.0.norm.weight"},
-        "factor",
-        3.0,
-        ("tp",),
-    ),
-    Told(
-        "SkyRL #1886",
-        "the all-reduce of the gradient that a split layer hands down works on a copy",
-        functools.partial(tensor_parallel, sums=False),
-        Layout(tp=3),
-        NORM,
-        "not summed",
-        axes=("tp",),
-        follows=frozenset({"embedding.weight"}),
-    ),
-    Told(
-        "Megatron-LM #906",
-        "the loss is multiplied by the context ranks, and the gradient divided by the data ranks",
-        functools.partial(in_context, divided_by=lambda layout: layout.dp),
-        Layout(dp=3, cp=2),
-        EVERY,
-        "factor",
-        2.0,
-        ("cp",),
-    ),
-    Told(
-        "DeepSpeed #5555",
-        "stage 0 divides by all ranks what is to be divided by the data ranks, with Ulysses",
-        functools.partial(in_context, divided_by=lambda layout: layout.ranks * layout.cp),
-        Layout(dp=2, cp=4),
-        EVERY,
-        "factor",
-        1 / 4,
-        ("cp",),
-    ),
-    Told(
-        "torchtitan #2323",
-        "the loss is divided by all ranks' tokens, and DDP averages once more",
-        averaged_twice,
-        Layout(dp=3),
-        EVERY,
-        "factor",
-        1 / 3,
-        ("dp",),
-    ),
-    Told(
-        "torchtitan #2972",
-        "the schedule's backward starts at the sum over tokens, the mean is for the log",
-        functools.partial(in_context, token_sum=True),
-        Layout(dp=2),
-        EVERY,
-        "factor",
-        float(ROWS * TOKENS / 2),
-    ),
-    Told(
-        "open-instruct #1498",
-        "with ZeRO-2 each backward counts as the last, and only its gradient stays",
-        Accumulating(keeps_last=True),
-        Layout(dp=2),
-        EVERY,
-        "unrelated",
-    ),
-    Told(
-        "torchtitan #4332",
-        "a bias is divided by the tensor ranks before their sum, and so is its gradient",
-        functools.partial(tensor_with, change=bias_divided),
-        Layout(dp=2, tp=3),
-        {"blocks.0.down.bias"},
-        "factor",
-        1 / 3,
-        ("tp",),
-    ),
-    Told(
-        "NeMo-RL #3788",
-        "the norm that clips counts what is whole on each tensor rank once per rank",
-        replicated_squares_of_all_ranks,
-        Layout(tp=3),
-        EVERY,
-        "factor",
-    ),
-    Told(
-        "hyper-parallel #279",
-        "the norm that clips adds up the squares of whole gradients over the ranks",
-        squares_of_all_ranks,
-        Layout(dp=3),
-        EVERY,
-        "factor",
-        3**-0.5,
-        ("dp",),
-    ),
-    Told(
-        "sparseml #135",
-        "a mean is multiplied by the ranks, though DDP averages",
-        loss_times_ranks,
-        Layout(dp=3),
-        EVERY,
-        "factor",
-        3.0,
-        ("dp",),
-    ),
-    Told(
-        "NeMo Automodel #3830",
-        "means of micro-batches are added up, and multiplied by the data ranks",
-        batches_and_ranks_left_in,
-        Layout(dp=3),
-        EVERY,
-        "factor",
-        6.0,
-    ),
-    Told(
-        "piper #13",
-        "two stages have a copy of the tied embedding, and nobody sums their gradients",
-        tied_ends,
-        Layout(pp=2, dp=3),
-        {"embedding.weight"},
-        "not summed",
-        axes=("pp",),
-    ),
-    Told(
-        "DeepSpeed #8224",
-        "of a module that is used twice in a step one use's gradient is left out",
-        second_use_left_out,
-        Layout(dp=2),
-        {f"blocks.0.{name}" for name, _ in small().blocks[0].named_parameters()},
-        "unrelated",
-    ),
-    Told(
-        "DeepSpeed #4321",
-        "a parameter that is exactly as large as a bucket is not reduced",
-        bucket_of_one,
-        Layout(dp=3),
-        {"blocks.0.up.weight"},
-        "not averaged",
-        axes=("dp",),
-    ),
-    Told("torchft #233", "the outer gradient has the wrong sign", negated, Layout(dp=3), EVERY, "sign", -1.0),
+
+class Told(NamedTuple):
+    """An issue or pull request, as told.yaml has it; ``where`` is project and number."""
+
+    where: str
+    what: str
+    make: Callable
+    layout: Layout
+    names: set[str]
+    kind: str
+    factor: float | None
+    axes: tuple[str, ...]
+    follows: set[str]
+
+
+def told(where, what, says):
+    names = set(says.get("names") or dict(small().named_parameters()))
+    factor = float(Fraction(says["factor"])) if "factor" in says else None
+    axes, follows = tuple(says.get("axes", ())), set(says.get("follows", ()))
+    return Told(where, what, MAKE[where], Layout(**says["layout"]), names, says["kind"], factor, axes, follows)
+
+
+TOLD = tuple(
+    told(where, **row) for where, row in yaml.safe_load(Path(__file__).with_name("told.yaml").read_text()).items()
 )
