@@ -5,15 +5,14 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from course_lib import cli
 from course_lib.attach import command, inside
 from course_lib.errors import ConfigError
+from tests.attach.commands import BIN, ROOT, TORCHRUN, course
 
-BIN, ROOT = Path(sys.executable).parent, str(Path(cli.__file__).parents[1])
 SCRIPT = """
 import sys
 import torch
@@ -33,151 +32,77 @@ if "group" not in sys.argv:  # else the process ends as many do, without destroy
 sys.exit(int(sys.argv[1]))
 """
 STEPS, BYTES = 3, 32 * 32 * 4
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def course(folder, *words, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "course_lib", *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT, **environment},
-    )
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
 
 
 def reduced(folder):
-    (row,) = [
-        row
-        for row in json.loads((folder / "tables.json").read_text())["collectives"]
-        if row["collective"] == "all_reduce"
-    ]
-    return row
+    """The row of the all-reduces, and what is said of the ranks."""
+    tables = json.loads((folder / "tables.json").read_text())
+    (row,) = [row for row in tables["collectives"] if row["collective"] == "all_reduce"]
+    return row, tables["ranks"]
 
 
 def test_torchrun_under_the_meter_and_the_watchdog(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "own").mkdir()
     (tmp_path / "own/sitecustomize.py").write_text("import os\nos.environ['OWN'] = 'ran'\n")
     (tmp_path / "train.py").write_text("import os\nassert os.environ['OWN'] == 'ran'\n" + SCRIPT)
-    done = course(
-        tmp_path,
-        "watch",
-        "--seconds",
-        "100",
-        "--",
-        sys.executable,
-        "-m",
-        "course_lib",
-        "meter",
-        "--json",
-        "tables.json",
-        "--",
-        str(BIN / "torchrun"),
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "train.py",
-        "0",
-        PYTHONPATH=f"{tmp_path}/own:{ROOT}",
-    )
+    meter = f"{sys.executable} -m course_lib meter --json tables.json -- {TORCHRUN} train.py 0"
+    done = course(tmp_path, f"watch --seconds 100 -- {meter}", PYTHONPATH=f"{tmp_path}/own:{ROOT}")
     assert done.returncode == 0 and "course watch" not in done.stderr, done.stderr
     assert not (tmp_path / "course-watch").exists()  # a report, of a job that does not hang
     assert done.stdout.count("trained by 2") == 2
-    row = reduced(tmp_path)
+    row, ranks = reduced(tmp_path)
     assert (row["axis"], row["groups"], row["calls"]) == ("world", [[0, 1]], STEPS)
     assert row["bytes"] == row["sent"] == STEPS * BYTES  # 2 (N - 1) / N of it
     assert re.search(rf"^world +0,1 +all_reduce +float32 +{STEPS} +12.0 KiB +12.0 KiB", done.stdout, re.M)
-    ranks = json.loads((tmp_path / "tables.json").read_text())["ranks"]
     assert [rank["held"] for rank in ranks] == [{"parameters": BYTES, "gradients": BYTES, "optimizer states": 0}] * 2
     assert all(rank["ended"] and rank["steps"] == STEPS for rank in ranks)
     events = json.loads((tmp_path / "course-meter.trace.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" and event["name"] == "all_reduce" for event in events) == 2 * STEPS
 
 
-def test_plain_python_and_its_exit_code(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+def test_plain_python_and_its_exit_code(tmp_path, script):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/rank1.jsonl").write_text("of an earlier job\n")
-    done = course(
-        tmp_path,
-        "meter",
-        "--folder",
-        "logs",
-        "--json",
-        "tables.json",
-        "--",
-        sys.executable,
-        "train.py",
-        "7",
-        "group",
-        **alone,
-    )
-    assert done.returncode == 7 and reduced(tmp_path)["calls"] == STEPS, done.stderr
-    (rank,) = json.loads((tmp_path / "tables.json").read_text())["ranks"]
-    assert rank["ended"] and len(list((tmp_path / "logs").iterdir())) == 1
+    words = f"meter --folder logs --json tables.json -- {sys.executable} train.py 7 group"
+    done = course(tmp_path, words, **ALONE)
+    assert done.returncode == 7, done.stderr
+    row, (rank,) = reduced(tmp_path)
+    assert row["calls"] == STEPS and rank["ended"] and len(list((tmp_path / "logs").iterdir())) == 1
 
 
-def test_a_window_of_steps_bounds_what_is_written(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = course(
-        tmp_path,
-        "meter",
-        "--steps",
-        "1:2",
-        "--folder",
-        "logs",
-        "--json",
-        "tables.json",
-        "--",
-        sys.executable,
-        "train.py",
-        "0",
-        **alone,
-    )
-    assert done.returncode == 0 and reduced(tmp_path)["calls"] == 1, done.stderr
-    (rank,) = json.loads((tmp_path / "tables.json").read_text())["ranks"]
-    assert rank["steps"] == 1 and rank["held"]["parameters"] == BYTES
+def test_a_window_of_steps_bounds_what_is_written(tmp_path, script):
+    words = f"meter --steps 1:2 --folder logs --json tables.json -- {sys.executable} train.py 0"
+    done = course(tmp_path, words, **ALONE)
+    assert done.returncode == 0, done.stderr
+    row, (rank,) = reduced(tmp_path)
+    assert (row["calls"], rank["steps"], rank["held"]["parameters"]) == (1, 1, BYTES)
     (log,) = (tmp_path / "logs").iterdir()
-    assert sum(line.startswith('["call","all_reduce"') for line in log.read_text().splitlines()) == 1
-    for window in ("3", "5:5", "a:b", "-1:4"):
-        with pytest.raises(ConfigError, match="is no window of steps: give the first one and the one after the last"):
-            cli.parse(["meter", f"--steps={window}", "--", "x"])
+    assert log.read_text().count('["call","all_reduce"') == 1
+
+
+@pytest.mark.parametrize("window", ["3", "5:5", "a:b", "-1:4"])
+def test_what_is_no_window_of_steps(window):
+    with pytest.raises(ConfigError, match="is no window of steps: give the first one and the one after the last"):
+        cli.parse(["meter", f"--steps={window}", "--", "x"])
 
 
 @pytest.mark.long
-def test_accelerate_launch_under_the_meter(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    configuration = Path(ROOT) / "configs/accelerate/cpu2.yaml"
-    done = course(
-        tmp_path,
-        "meter",
-        "--json",
-        "tables.json",
-        "--",
-        str(BIN / "accelerate"),
-        "launch",
-        "--config_file",
-        str(configuration),
-        "train.py",
-        "0",
-        ACCELERATE_USE_CPU="true",
-        TMPDIR=str(tmp_path),
-    )
-    assert done.returncode == 0 and reduced(tmp_path)["calls"] == STEPS, done.stderr
+def test_accelerate_launch_under_the_meter(tmp_path, script):
+    configured = f"{BIN}/accelerate launch --config_file {ROOT}/configs/accelerate/cpu2.yaml"
+    words = f"meter --json tables.json -- {configured} train.py 0"
+    done = course(tmp_path, words, ACCELERATE_USE_CPU="true", TMPDIR=str(tmp_path))
+    assert done.returncode == 0 and reduced(tmp_path)[0]["calls"] == STEPS, done.stderr
 
 
 def test_a_process_that_is_no_rank_says_so_and_imports_no_torch(tmp_path):
-    done = course(
-        tmp_path,
-        "meter",
-        "--",
-        sys.executable,
-        "-c",
-        "import sys; assert 'course_lib' in sys.modules and 'torch' not in sys.modules; sys.exit(3)",
-    )
+    code = "import sys; assert 'course_lib' in sys.modules and 'torch' not in sys.modules; sys.exit(3)"
+    done = course(tmp_path, f'meter -- {sys.executable} -c "{code}"')
     assert done.returncode == 3 and "no process of the command made a process group" in done.stderr
 
 

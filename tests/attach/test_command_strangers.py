@@ -1,16 +1,14 @@
 """Ten scripts in the shapes of public ones, three faults each, under `course watch`: rank and line are named."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from course_lib.errors import EXIT_HUNG
+from tests.attach.commands import TORCHRUN, course
 
-HERE, ROOT, BIN = Path(__file__).with_name("strangers"), Path(__file__).parents[2], Path(sys.executable).parent
+HERE = Path(__file__).with_name("strangers")
 SCRIPTS = sorted(path.stem for path in HERE.glob("*.py") if path.stem != "fault")
 LINES = {text.strip(): number for number, text in enumerate((HERE / "fault.py").read_text().splitlines(), start=1)}
 FAULTS = {
@@ -24,34 +22,8 @@ FAULTS = {
 
 def watched(script, folder, fault, seconds=4):
     """What the command said last, and its exit code."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "course_lib",
-            "watch",
-            "--seconds",
-            str(seconds),
-            "--",
-            BIN / "torchrun",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            HERE / f"{script}.py",
-        ],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ
-        | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "FAULT": fault,
-            "ACCELERATE_USE_CPU": "true",
-            "DS_ACCELERATOR": "cpu",
-        },
-    )
+    words = f"watch --seconds {seconds} -- {TORCHRUN} {HERE}/{script}.py"
+    done = course(folder, words, FAULT=fault, ACCELERATE_USE_CPU="true", DS_ACCELERATOR="cpu")
     said = done.stderr[done.stderr.rfind("course watch: ") :] if "course watch: " in done.stderr else ""
     return said, done
 
