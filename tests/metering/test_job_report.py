@@ -1,5 +1,6 @@
 """All ranks on one clock: who waited for whom, and what becomes of logs that are not whole."""
 
+import itertools
 import json
 
 import pytest
@@ -56,28 +57,15 @@ def test_a_killed_rank_leaves_what_it_had_and_only_the_last_attempt_counts(tmp_p
 
 
 def test_groups_without_a_name_are_called_by_their_form(tmp_path):
-    write(
-        tmp_path,
-        0,
-        calls((1.0, 2.0), group=(0, "7", "", (0, 2))) + calls((1.0, 2.0), group=(1, "8", "", (0, 1, 4))),
-        world=5,
-    )
-    assert {row["axis"]: row["groups"] for row in job_report.table(job_report.read(tmp_path))} == {
-        "2 ranks, each 2th": [(0, 2)],
-        "ranks 0, 1, 4": [(0, 1, 4)],
-    }
+    regular, irregular = ((number, str(number), "", ranks) for number, ranks in enumerate([(0, 2), (0, 1, 4)]))
+    write(tmp_path, 0, calls((1.0, 2.0), group=regular) + calls((1.0, 2.0), group=irregular), world=5)
+    axes = {row["axis"]: row["groups"] for row in job_report.table(job_report.read(tmp_path))}
+    assert axes == {"2 ranks, each 2th": [(0, 2)], "ranks 0, 1, 4": [(0, 1, 4)]}
 
 
 def test_the_events_of_a_thread_of_the_trace_do_not_overlap(tmp_path):
-    write(
-        tmp_path,
-        0,
-        [
-            *calls((1.0, 4.0), (2.0, 3.0), (4.0, 5.0), (4.5, None)),
-            ["wait", 1.5, 2.0],
-            ["step", 1, 5.0, {"parameters": 8}],
-        ],
-    )
+    of_rank_0 = calls((1.0, 4.0), (2.0, 3.0), (4.0, 5.0), (4.5, None))
+    write(tmp_path, 0, [*of_rank_0, ["wait", 1.5, 2.0], ["step", 1, 5.0, {"parameters": 8}]])
     write(tmp_path, 1, calls((1.0, 4.0), (2.0, 3.0)))
     events = json.loads(json.dumps(traces.of_job(job_report.read(tmp_path))))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
@@ -85,7 +73,7 @@ def test_the_events_of_a_thread_of_the_trace_do_not_overlap(tmp_path):
     by_thread = {}
     for event in spans:
         by_thread.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-    assert len(by_thread) == 5 and all(
-        a[1] <= b[0] for thread in by_thread.values() for a, b in zip(sorted(thread), sorted(thread)[1:], strict=False)
-    )
+    assert len(by_thread) == 5
+    for thread in by_thread.values():
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(sorted(thread)))
     assert min(event["ts"] for event in spans) == 0.0 and "step 1" in {event["name"] for event in events}

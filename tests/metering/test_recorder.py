@@ -77,17 +77,9 @@ def test_lines_calls_and_values_of_each_rank_are_those_that_there_were(tmp_path)
         metered = json.loads((tmp_path / f"{rank}.json").read_text())
         assert [[call[2], call[3], call[5], call[6]] for call in lane["calls"]] == metered
         assert [call[2:4] for call in lane["calls"]] == [["all_reduce", 8]] * 3
-        assert [text for _, place, text in lane["values"] if place == 0] == ["1", "2", "3"]
-        assert [text.partition(": ")[2] for _, place, text in lane["values"] if place == 1] == [
-            "0 0",
-            "1 1",
-            "2 2",
-            "4 4",
-            "8 8",
-            "11 11",
-            "22 22",
-        ]
-        assert [text for _, place, text in lane["values"] if place == 2] == ["[2]"]
+        value, total, shape = ([text for _, at, text in lane["values"] if at == place] for place in range(3))
+        assert (value, shape) == (["1", "2", "3"], ["[2]"])
+        assert [text.split()[-1] for text in total] == ["0", "1", "2", "4", "8", "11", "22"]
         assert lane["end"]["how"] == "returned" and all(wait[1] is not None for wait in lane["waits"])
     assert entry["links"] == [{"of": [[0, place], [1, place]], "fits": True} for place in range(3)]
 
@@ -106,10 +98,8 @@ def test_all_times_are_on_one_clock_and_in_order():
 def test_a_message_has_its_two_ends_and_memory_goes_up_and_down():
     entry = recording.record(lambda: passed_on, [passed_on], num_processes=2)
     assert entry["links"] == [{"of": [[0, 0], [1, 0]], "fits": True}]
-    assert [lane["calls"][0][2:6] for lane in entry["ranks"]] == [
-        ["send", 16, "float32", [0, 1]],
-        ["recv", 16, "float32", [1, 0]],
-    ]
+    calls = [lane["calls"][0][2:6] for lane in entry["ranks"]]
+    assert calls == [["send", 16, "float32", [0, 1]], ["recv", 16, "float32", [1, 0]]]
     for lane in entry["ranks"]:
         first, held = lane["held"][0][1], [size for _, size in lane["held"]]
         assert max(held) - first == 20 and held[-1] - first in (0, 4)
@@ -119,13 +109,8 @@ def test_a_rank_that_hangs_is_a_lane_that_stops():
     entry = recording.record(lambda: leaves_early, [leaves_early], num_processes=2, timeout=3)
     hung, left = entry["ranks"]
     assert left["end"]["how"] == "returned" and len(left["calls"]) == 1
-    assert hung["end"] == {
-        "how": "never returned",
-        "at": entry["until"],
-        "said": "",
-        "waits_for": [1],
-        "in": "all_reduce",
-    }
+    said = {"how": "never returned", "at": entry["until"], "said": "", "waits_for": [1], "in": "all_reduce"}
+    assert hung["end"] == said
     assert [call[1] is None for call in hung["calls"]] == [False, True] and hung["waits"][-1][1] is None
     line = hung["lines"][-1][2] - entry["code"][0]["first"]
     assert "dist.all_reduce" in entry["code"][0]["lines"][line]
@@ -170,15 +155,8 @@ def test_a_value_is_short_and_freed_memory_is_never_read():
     assert short(weights) == "f32 (2, 3): 0 1 2 …" and short(torch.tensor(0.12345)) == "f32 (): 0.123"
     weights.untyped_storage().resize_(0)
     assert short(weights) == "f32 (2, 3): freed"
-    assert [short(value) for value in (True, None, 7, 0.5, [1, 2], {"a": 1}, object())] == [
-        "True",
-        "None",
-        "7",
-        "0.5",
-        "[1, 2]",
-        "dict of 1",
-        "object",
-    ]
+    values = {"True": True, "None": None, "7": 7, "0.5": 0.5, "[1, 2]": [1, 2], "dict of 1": {"a": 1}}
+    assert [short(value) for value in values.values()] == list(values) and short(object()) == "object"
 
 
 def test_a_recording_too_large_for_a_page_is_not_written(tmp_path):

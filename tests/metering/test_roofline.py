@@ -14,7 +14,6 @@ from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.errors import CourseError
-from course_lib.launching.launch import launch
 from course_lib.metering.roofline import (
     Bound,
     Operator,
@@ -26,6 +25,7 @@ from course_lib.metering.roofline import (
     measure_peaks,
     merged,
 )
+from tests.ranks import on_ranks
 
 B, S, HEADS, KEYS, D, FFN = 2, 6, 4, 2, 4, 24
 H, TOKENS = HEADS * D, B * S
@@ -71,21 +71,29 @@ def one(operators, name):
     return row.calls, row.flops, row.bytes
 
 
-def test_what_one_operator_costs_is_its_formula():
-    x, w, bias = torch.ones(5, 8), torch.ones(16, 8), torch.ones(16)
-    assert one(counted(lambda: F.linear(x, w, bias)), "addmm") == (1, 2 * 5 * 8 * 16, 4 * (40 + 128 + 16 + 80))
-    assert one(counted(lambda: x.softmax(1)), "_softmax") == (1, 40, 4 * 80)
-    norm = one(counted(lambda: F.layer_norm(x, [8], x[0], x[1])), "native_layer_norm")
-    assert norm == (1, 40, 4 * (40 + 40 + 2 * 5))  # weight and bias lie in x; mean and 1/sigma are written too
-    assert one(counted(lambda: x + 1), "add") == (1, 40, 4 * 80)
-    assert one(counted(lambda: x.add_(1)), "add_") == (1, 40, 4 * 80)
-    assert one(counted(lambda: x.zero_()), "zero_") == (1, 0, 4 * 40)  # reads nothing
-    assert one(counted(lambda: x.bfloat16()), "_to_copy") == (1, 0, 40 * 6)
-    assert one(counted(lambda: x.sum(1)), "sum") == (1, 40, 4 * 45)
-    ids = torch.zeros(3, dtype=torch.int64)
-    assert one(counted(lambda: F.embedding(ids, w)), "embedding") == (1, 0, 3 * 8 + 2 * 3 * 8 * 4)  # not the table
-    image, kernel = torch.ones(1, 2, 6, 6), torch.ones(3, 2, 3, 3)
-    assert one(counted(lambda: F.conv2d(image, kernel)), "convolution")[1] == 2 * 2 * 9 * 3 * 16
+X, W, BIAS, IDS = torch.ones(5, 8), torch.ones(16, 8), torch.ones(16), torch.zeros(3, dtype=torch.int64)
+COSTS = {  # calls, FLOPs and bytes
+    "addmm": (lambda: F.linear(X, W, BIAS), (1, 2 * 5 * 8 * 16, 4 * (40 + 128 + 16 + 80))),
+    "_softmax": (lambda: X.softmax(1), (1, 40, 4 * 80)),
+    # weight and bias lie in x; mean and 1/sigma are written too
+    "native_layer_norm": (lambda: F.layer_norm(X, [8], X[0], X[1]), (1, 40, 4 * (40 + 40 + 2 * 5))),
+    "add": (lambda: X + 1, (1, 40, 4 * 80)),
+    "add_": (lambda: X.clone().add_(1), (1, 40, 4 * 80)),
+    "zero_": (lambda: X.clone().zero_(), (1, 0, 4 * 40)),  # reads nothing
+    "_to_copy": (lambda: X.bfloat16(), (1, 0, 40 * 6)),
+    "sum": (lambda: X.sum(1), (1, 40, 4 * 45)),
+    "embedding": (lambda: F.embedding(IDS, W), (1, 0, 3 * 8 + 2 * 3 * 8 * 4)),  # not the table
+    "convolution": (
+        lambda: F.conv2d(torch.ones(1, 2, 6, 6), torch.ones(3, 2, 3, 3)),
+        (1, 2 * 2 * 9 * 3 * 16, 4 * (72 + 54 + 48)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_what_one_operator_costs_is_its_formula(name):
+    call, costs = COSTS[name]
+    assert one(counted(call), name) == costs
 
 
 def test_an_input_that_is_given_twice_is_read_once_and_views_are_free():
@@ -132,15 +140,10 @@ def test_a_block_costs_what_the_formula_says_and_each_module_its_part(way):
     modules = {
         (row.module, row.phase): row.flops for row in merged(rows, "module", "phase", "kind") if row.kind == "matmul"
     }
-    for name, outputs in {
-        "attention.q_proj": H,
-        "attention.k_proj": KEYS * D,
-        "attention.o_proj": H,
-        "gate": FFN,
-        "up": FFN,
-    }.items():
-        assert modules[name, "forward"] == product * outputs
-        assert modules[name, "backward"] == (2 + again) * product * outputs
+    outputs = {"attention.q_proj": H, "attention.k_proj": KEYS * D, "attention.o_proj": H, "gate": FFN, "up": FFN}
+    for name, width in outputs.items():
+        assert modules[name, "forward"] == product * width
+        assert modules[name, "backward"] == (2 + again) * product * width
     (attention,) = [
         row for row in rows if row.kind == "attention" and row.phase == "backward" and row.name.endswith("backward")
     ]
@@ -212,31 +215,22 @@ def test_timed_changes_no_count():
     assert [replace(row, seconds=0.0) for row in rows] == [replace(row, seconds=0.0) for row in timed]
 
 
-def on_two_ranks():
-    dist.init_process_group("gloo")
-    link = measure_link(size=1 << 16)
+@on_ranks(2)
+def test_collectives_of_ddp_and_dtensor_send_what_the_ring_model_says():
+    links = [0.0, 0.0]
+    dist.all_gather_object(links, measure_link(size=1 << 16))
+    assert links[0] == links[1] > 0
     model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
-    x = torch.ones(4, 8)
     with OperatorCounter(model, timed=True) as counter:
         dist.all_gather_into_tensor(torch.empty(8), torch.ones(4))
-        model(x).sum().backward()
+        model(torch.ones(4, 8)).sum().backward()
     ddp = [(row.name, row.phase, row.calls, row.bytes) for row in counter.operators if row.kind == "collective"]
+    assert ddp == [("all_gather", "forward", 1, 16), ("all_reduce", "backward", 1, 72 * 4)]  # whole, halves twice
     mesh = DeviceMesh("cpu", range(2))
-    left, right = (
-        distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)]),
-        distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)]),
-    )
+    left = distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)])
+    right = distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)])
     with OperatorCounter() as counter:
         (left @ right).full_tensor()
-    tensor = [
-        (row.name, row.calls, row.flops, row.bytes) for row in counter.operators if row.kind in ("collective", "matmul")
-    ]
-    return link, ddp, tensor
-
-
-def test_collectives_of_ddp_and_dtensor_send_what_the_ring_model_says():
-    (link, ddp, tensor), (other_link, *_) = launch(on_two_ranks, num_processes=2, timeout=240)
-    assert link == other_link > 0
-    assert ddp == [("all_gather", "forward", 1, 16), ("all_reduce", "backward", 1, 72 * 4)]  # whole, halves twice
-    assert tensor[0] == ("mm", 1, 2 * 4 * 3 * 2, 4 * (12 + 6 + 8))  # this rank's, and not the shapes' derivation
-    assert ("all_reduce", 1, 0, 8 * 4) in tensor
+    # this rank's, and not the shapes' derivation
+    assert one(counter.operators, "mm") == (1, 2 * 4 * 3 * 2, 4 * (12 + 6 + 8))
+    assert one(counter.operators, "all_reduce") == (1, 0, 8 * 4)
