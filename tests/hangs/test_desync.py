@@ -33,41 +33,23 @@ def weights():
     }
 
 
-def one_bit(tensors):
-    tensors["table"].view(torch.int32)[3333, 1] ^= 1
-
-
-def swapped(tensors):
-    tensors["bias"][[0, 1]] = tensors["bias"][[1, 0]]
-
-
-def all_moved(tensors):
-    tensors["table"] += 0.25
-    tensors["half"] *= 2
-
-
-def no_number(tensors):
-    tensors["bias"][2] = math.nan
-
-
-def flipped(tensors):
-    tensors["mask"][6] = False
-
-
-CHANGES = {  # of rank 1's tensors: the tensor that is named, by how much and how many differ
-    one_bit: ("table", r"\d\S*e-(0[7-9]|\d\d)", 1),
-    swapped: ("bias", r"\d\S*", 1),
-    all_moved: ("table", "0.25", 2),
-    no_number: ("bias", "nan", 1),
-    flipped: ("mask", "1", 1),
+CHANGES = {  # of rank 1's tensors: the tensor that is named, by how much it differs, and how many do
+    "one bit": (lambda it: it["table"].view(torch.int32)[3333, 1].bitwise_xor_(1), "table", r"\d\S*e-(0[7-9]|\d\d)", 1),
+    "swapped": (lambda it: it["bias"].copy_(it["bias"][[1, 0, 2]]), "bias", r"\d\S*", 1),
+    "all moved": (lambda it: (it["table"].add_(0.25), it["half"].mul_(2)), "table", "0.25", 2),
+    "no number": (lambda it: it["bias"][2].fill_(math.nan), "bias", "nan", 1),
+    "flipped": (lambda it: it["mask"][6].fill_(False), "mask", "1", 1),
 }
 
 
-def changed_on_rank_1(change):
+def changed(name):
     tensors = weights()
-    if dist.get_rank() == 1:
-        change(tensors)
+    CHANGES[name][0](tensors)
     return tensors
+
+
+def changed_on_rank_1(name):
+    return changed(name) if dist.get_rank() == 1 else weights()
 
 
 def heard(*topics):
@@ -82,7 +64,7 @@ def heard(*topics):
 @on_ranks(3)
 def test_every_bit_counts_in_a_full_comparison_and_the_copy_that_differs_is_named(change):
     assert heard(replicas(weights(), "mend it")) is None
-    name, much, differ = CHANGES[change]
+    _, name, much, differ = CHANGES[change]
     said = heard(replicas(changed_on_rank_1(change), "mend it"))
     told = rf"`{name}` of rank 1 is not that of ranks 0, 2, by up to {much} \({differ} of 4 tensors differ\): mend it"
     assert re.fullmatch(f"ranks disagree now: {told}", said), said
@@ -90,20 +72,20 @@ def test_every_bit_counts_in_a_full_comparison_and_the_copy_that_differs_is_name
 
 @on_ranks(3)
 def test_a_sample_finds_what_moves_a_whole_tensor_at_once():
-    moved = heard(replicas(changed_on_rank_1(all_moved), "mend it", elements=64))
+    moved = heard(replicas(changed_on_rank_1("all moved"), "mend it", elements=64))
     assert "`table` of rank 1 is not that of ranks 0, 2, by up to 0.25" in moved
-    assert heard(replicas(changed_on_rank_1(one_bit), "mend it", elements=64)) is None, "one of 20,000, not in this one"
+    assert heard(replicas(changed_on_rank_1("one bit"), "mend it", elements=64)) is None, "not in this sample"
 
 
 def test_a_sample_finds_a_single_bit_in_time():
     """As the offset goes round, each element has its turn."""
-    changed, stride = weights(), 20_000 // 64
-    one_bit(changed)
+    stride = 20_000 // 64
 
     def digests(tensors):
         return [replicas(tensors, "", elements=64, offset=offset).digest for offset in range(stride)]
 
-    assert sum(one != other for one, other in zip(digests(weights()), digests(changed), strict=True)) == 1
+    pairs = zip(digests(weights()), digests(changed("one bit")), strict=True)
+    assert sum(one != other for one, other in pairs) == 1
 
 
 def test_digests_are_of_bits_and_places():

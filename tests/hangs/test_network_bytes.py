@@ -10,6 +10,7 @@ from course_lib.hangs.network_bytes import BUSY_BYTES, WINDOW, Peers, Traffic, c
 from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells what a connection has moved")
+OWN = [os.getpid()]
 FAMILIES = {"IPv4": (socket.AF_INET, "127.0.0.1"), "mapped": (socket.AF_INET6, "::ffff:127.0.0.1")}
 
 
@@ -50,41 +51,38 @@ def counted(port):
 
 def test_what_is_downloaded_counts_and_what_peers_and_the_store_send_does_not(download):
     child, port, receive = download
-    everybody, of_peers, of_the_store, of_a_host = (
-        Traffic(lambda peers=peers: peers)
-        for peers in (Peers(), Peers(pids={child}), Peers(ports={port}), Peers(addresses={"127.0.0.1"}))
-    )
-    for traffic in (everybody, of_peers, of_the_store, of_a_host):
-        assert not traffic.is_busy([os.getpid()], now=0.0)
+    everybody = Traffic(Peers)
+    others = [Traffic(lambda: Peers(pids={child})), Traffic(lambda: Peers(ports={port}))]
+    others.append(Traffic(lambda: Peers(addresses={"127.0.0.1"})))
+    assert not any(traffic.is_busy(OWN, now=0.0) for traffic in (everybody, *others))
     receive(2 * BUSY_BYTES)
-    assert everybody.is_busy([os.getpid()], now=1.0)
-    for traffic in (of_peers, of_the_store, of_a_host):
-        assert not traffic.is_busy([os.getpid()], now=1.0)
+    assert everybody.is_busy(OWN, now=1.0)
+    assert not any(traffic.is_busy(OWN, now=1.0) for traffic in others)
 
 
 def test_a_heartbeat_is_no_work_and_what_was_long_ago_does_not_count(download):
     *_, receive = download
     traffic = Traffic()
-    assert not traffic.is_busy([os.getpid()], now=0.0)
+    assert not traffic.is_busy(OWN, now=0.0)
     for second in range(1, 10):
         receive(BUSY_BYTES // 2)
-        assert not traffic.is_busy([os.getpid()], now=float(second))
+        assert not traffic.is_busy(OWN, now=float(second))
     receive(10 * BUSY_BYTES)
-    assert traffic.is_busy([os.getpid()], now=10.0)
-    assert not traffic.is_busy([os.getpid()], now=10.0 + 2 * WINDOW)
-    assert not traffic.is_busy([os.getpid()], now=10.0 + 2 * WINDOW + 1)
+    assert traffic.is_busy(OWN, now=10.0)
+    assert not traffic.is_busy(OWN, now=10.0 + 2 * WINDOW)
+    assert not traffic.is_busy(OWN, now=10.0 + 2 * WINDOW + 1)
 
 
 def test_a_slow_download_counts_at_once_after_a_time_in_which_nobody_asked(download):
     """In which the rank was in collectives."""
     *_, receive = download
     traffic = Traffic()
-    traffic.is_busy([os.getpid()], now=0.0)
+    traffic.is_busy(OWN, now=0.0)
     receive(BUSY_BYTES)
-    assert not traffic.is_busy([os.getpid()], now=100.0)
+    assert not traffic.is_busy(OWN, now=100.0)
     for second in range(1, 4):
         receive(2 * BUSY_BYTES)
-        assert traffic.is_busy([os.getpid()], now=100.0 + second)
+        assert traffic.is_busy(OWN, now=100.0 + second)
 
 
 def test_addresses_by_which_others_know_this_machine_are_not_loopback():

@@ -21,13 +21,16 @@ def note(idle=60.0, arrived=False, pid=None, at=None):
     return Note(pid, started, socket.gethostname(), machine(), at or time.time(), arrived, idle, "train.py", 7, "stack")
 
 
+COME = note(arrived=True)
+
+
 @pytest.fixture
 def watch(tmp_path, monkeypatch):
-    """Of rank 0 of three, which has waited for so many seconds; notes of the others by rank."""
+    """Of one of three ranks, which has waited for so many seconds; notes of the others by rank."""
     monkeypatch.setenv("MASTER_PORT", "1234")
 
-    def made(waited, **notes):
-        watch = StartupWatch(SECONDS, tmp_path, 0, 3)
+    def made(waited, own=0, **notes):
+        watch = StartupWatch(SECONDS, tmp_path, own, 3)
         watch._arrived_at = time.time() - waited
         watch.notes.mkdir(exist_ok=True)
         for rank, left in notes.items():
@@ -38,38 +41,33 @@ def watch(tmp_path, monkeypatch):
 
 
 def test_who_does_nothing_is_missing_once_the_time_is_over(watch):
-    come, idle = note(arrived=True), note(idle=SECONDS)
-    assert watch(SECONDS - 1, rank1=idle, rank2=come) == {}
-    assert set(watch(SECONDS + 1, rank1=idle, rank2=come)) == {1}
+    idle = note(idle=SECONDS)
+    assert watch(SECONDS - 1, rank1=idle, rank2=COME) == {}
+    assert set(watch(SECONDS + 1, rank1=idle, rank2=COME)) == {1}
 
 
 def test_who_works_has_ten_times_as_long(watch):
     works = note(idle=SECONDS - 1)
-    assert watch(SECONDS + 1, rank1=works, rank2=note(arrived=True)) == {}
-    assert set(watch(10 * SECONDS + 1, rank1=works, rank2=note(arrived=True))) == {1}
+    assert watch(SECONDS + 1, rank1=works, rank2=COME) == {}
+    assert set(watch(10 * SECONDS + 1, rank1=works, rank2=COME)) == {1}
 
 
 def test_who_left_no_note_may_be_on_a_machine_with_its_own_folder(watch):
-    assert watch(SECONDS + 1, rank1=note(arrived=True)) == {}
-    assert watch(10 * SECONDS + 1, rank1=note(arrived=True)) == {2: None}
+    assert watch(SECONDS + 1, rank1=COME) == {}
+    assert watch(10 * SECONDS + 1, rank1=COME) == {2: None}
     assert set(watch(SECONDS + 1, rank1=note(idle=SECONDS))) == {1}, "of rank 2 nothing is known"
 
 
 def test_who_has_ended_is_told_unless_it_was_of_an_earlier_job(watch):
     dead = note(pid=2**22 - 1)
-    assert set(watch(SECONDS + 1, rank1=dataclasses.replace(dead, at=time.time() + 1), rank2=note(arrived=True))) == {1}
-    assert watch(SECONDS + 1, rank1=dataclasses.replace(dead, at=1.0), rank2=note(arrived=True)) == {}
+    assert set(watch(SECONDS + 1, rank1=dataclasses.replace(dead, at=time.time() + 1), rank2=COME)) == {1}
+    assert watch(SECONDS + 1, rank1=dataclasses.replace(dead, at=1.0), rank2=COME) == {}
     assert "has ended; it was last seen at train.py:7" in startup_watch._how(dead)
     assert "no process has said" in startup_watch._how(None)
 
 
-def test_the_first_of_those_that_wait_says_so(tmp_path, monkeypatch):
-    watch = StartupWatch(SECONDS, tmp_path, 2, 3)
-    watch._arrived_at = time.time() - 2 * SECONDS
-    watch.notes.mkdir()
-    for rank, left in ((0, note(arrived=True)), (1, note())):
-        (watch.notes / f"rank{rank}.json").write_text(json.dumps(dataclasses.asdict(left)))
-    assert watch._missing() == {}
+def test_the_first_of_those_that_wait_says_so(watch):
+    assert watch(2 * SECONDS, own=2, rank0=COME, rank1=note()) == {}
 
 
 def test_a_child_of_a_rank_is_no_rank(tmp_path, monkeypatch):
