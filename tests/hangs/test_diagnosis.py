@@ -176,15 +176,15 @@ class Simulation:
     """Ranks that compute, reduce, pass on and evaluate for as long as they like; one may stop for ever."""
 
     def __init__(self, seed):
-        self.random = random.Random(seed)
-        self.size = self.random.choice([2, 3, 4, 8])
-        self.ranks = tuple(range(self.size))
-        self.now, self.calls = 0.0, [[] for _ in self.ranks]
-        self.until = [0.0] * self.size  # when a rank's work is over
-        self.progressed = [0.0] * self.size
-        self.waiting = [False] * self.size
-        self.slow = self.random.randrange(self.size)
-        self.frozen = None
+        self.random, self.now, self.frozen = random.Random(seed), 0.0, None
+        self.ranks = tuple(range(self.random.choice([2, 3, 4, 8])))
+        self.calls = [[] for _ in self.ranks]
+        self.until = [0.0 for _ in self.ranks]  # when a rank's work is over
+        self.progressed = [0.0 for _ in self.ranks]
+        self.slow = self.random.choice(self.ranks)
+
+    def waits(self, number):
+        return bool(self.calls[number]) and not self.calls[number][-1].ended
 
     def work(self, number):
         """Seconds of the next stretch: mostly short, sometimes an evaluation much longer than SECONDS."""
@@ -195,20 +195,16 @@ class Simulation:
     def tick(self):
         self.now += 0.2
         for number in self.ranks:
-            if number == self.frozen:
+            calls = self.calls[number]
+            held_up = self.waits(number) and any(len(others) < len(calls) for others in self.calls)
+            if number == self.frozen or held_up:
                 continue
-            if self.waiting[number]:
-                last = self.calls[number][-1]
-                if all(len(self.calls[each]) >= last.sequence for each in self.ranks):
-                    self.calls[number][-1] = dataclasses.replace(last, state=ENDED)
-                    self.waiting[number], self.until[number] = False, self.now + self.work(number)
-                    self.progressed[number] = self.now
+            if self.waits(number):
+                calls[-1] = dataclasses.replace(calls[-1], state=ENDED)
+                self.until[number] = self.now + self.work(number)
             elif self.now >= self.until[number]:
-                sequence = len(self.calls[number]) + 1
-                self.calls[number].append(call(sequence, state=WAITED_FOR, at=self.now, ranks=self.ranks))
-                self.waiting[number], self.progressed[number] = True, self.now
-            else:
-                self.progressed[number] = self.now  # busy
+                calls.append(call(len(calls) + 1, state=WAITED_FOR, at=self.now, ranks=self.ranks))
+            self.progressed[number] = self.now
 
     def hang(self):
         snapshots = [rank(n, *self.calls[n][-4:], stalled=self.now - self.progressed[n]) for n in self.ranks]
@@ -225,12 +221,12 @@ def test_no_accusation_in_200_slow_but_healthy_runs_and_the_culprit_in_200_that_
             accused, snapshots = run.hang()
             assert not accused, seed
             waited += any(each.stalled >= SECONDS for each in snapshots)
-        run.frozen, frozen_at = run.random.randrange(run.size), run.now
+        run.frozen, frozen_at = run.random.choice(run.ranks), run.now
         while not accused:
             run.tick()
             accused, snapshots = run.hang()
             assert run.now < frozen_at + 5 * SECONDS * 4 + SECONDS + 2, seed  # after the longest evaluation under way
-        if not run.waiting[run.frozen]:
+        if not run.waits(run.frozen):
             assert [each.rank for each in diagnose(snapshots)] == [run.frozen], seed
             others_arrive = [run.until[number] for number in run.ranks if number != run.frozen]
             assert run.now <= max([frozen_at, *others_arrive]) + SECONDS + 2
