@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import (
     AlbertConfig,
@@ -26,6 +27,7 @@ from course_lib.parallel import blocks
 
 ROWS = (12, 12, 9, 12)  # in the batch of each step; 9 is uneven for 2 and 4 ranks, and for 2 micro-batches
 LAYERS, LENGTH, VOCABULARY = 4, 6, 50
+TOLERANCE = 2e-6  # float32 sums in another order; the losses are below 4, the weights of the order of 1
 
 
 class Block(nn.Module):
@@ -57,7 +59,10 @@ class CallsCheckpoint(nn.Module):
         return SimpleNamespace(logits=self.head(x))
 
 
-HEADS = {
+OF_BERTS = {
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": LAYERS,
+    "hidden_size": 32,
     "num_attention_heads": 2,
     "intermediate_size": 64,
     "max_position_embeddings": LENGTH,
@@ -65,52 +70,20 @@ HEADS = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
+OF_GPT2 = {"vocab_size": VOCABULARY, "n_layer": LAYERS, "n_embd": 32, "n_head": 2, "n_positions": LENGTH}
+OF_GPT2 |= {"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+OF_T5 = {"vocab_size": VOCABULARY, "num_layers": 2, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2}
+OF_T5 |= {"dropout_rate": 0.0, "pad_token_id": 0, "decoder_start_token_id": 0}
 MODELS = {
     # the token embedding is the output head too
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_layer=LAYERS,
-            n_embd=32,
-            n_head=2,
-            n_positions=LENGTH,
-            bos_token_id=0,
-            eos_token_id=0,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
-        )
-    ),
-    "bert": lambda: BertForSequenceClassification(
-        BertConfig(vocab_size=VOCABULARY, num_hidden_layers=LAYERS, hidden_size=32, **HEADS)
-    ),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**OF_GPT2, use_cache=False)),
+    "bert": lambda: BertForSequenceClassification(BertConfig(**OF_BERTS)),
     # one block that the forward runs through 4 times
     "albert": lambda: AlbertForSequenceClassification(
-        AlbertConfig(
-            vocab_size=VOCABULARY,
-            num_hidden_layers=LAYERS,
-            hidden_size=32,
-            embedding_size=16,
-            classifier_dropout_prob=0.0,
-            **HEADS,
-        )
+        AlbertConfig(**OF_BERTS, embedding_size=16, classifier_dropout_prob=0.0)
     ),
     # every block of the decoder reads the encoder's output, and the first block's position bias is all blocks' input
-    "t5": lambda: T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=VOCABULARY,
-            num_layers=2,
-            d_model=32,
-            d_kv=16,
-            d_ff=64,
-            num_heads=2,
-            dropout_rate=0.0,
-            use_cache=False,
-            pad_token_id=0,
-            decoder_start_token_id=0,
-        )
-    ),
+    "t5": lambda: T5ForConditionalGeneration(T5Config(**OF_T5, use_cache=False)),
     "calls checkpoint": CallsCheckpoint,
 }
 
@@ -127,18 +100,16 @@ class Case:
     checkpointing: bool = False
     early_stop: bool = True  # checkpointing recomputes a block no further than its last saved tensor
     evaluate: bool = False
-    reshard_after_forward: bool = True
-    prefetch: bool = True
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
+    options: dict = field(default_factory=dict, hash=False)  # of the engine
 
 
-def build(case: Case) -> nn.Module:
-    """The model of a case, of 4 blocks of width 32; the same weights on every call."""
+def build(case: Case, rank: int = 0) -> nn.Module:
+    """The model of a case, of 4 blocks of width 32; with a rank, one that has to take over the first one's weights."""
     torch.manual_seed(0)
     model = MODELS[case.model]()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in case.frozen))
+        parameter.data += 0.1 * rank
     if case.checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     return model.train()
@@ -174,74 +145,46 @@ def loss_sum(model: nn.Module, kind: str, rows: dict[str, torch.Tensor]) -> torc
     return losses / (LENGTH - 1)
 
 
-def train(case: Case, engine: nn.Module, rank: int = 0, world: int = 1) -> dict:
-    """Train on this rank's rows of every batch; the losses and norms of all steps, summed over ranks by the caller."""
-    losses, norms, evaluated = [], [], []
+def train(case: Case, engine: nn.Module, rank: int = 0, world: int = 1, group: dist.ProcessGroup | None = None) -> dict:
+    """Train on this rank's rows of every batch: norms, and losses of the whole batches."""
+    losses, norms, evaluated = torch.zeros(len(ROWS)), [], []
     for step, total in enumerate(ROWS):
         if case.evaluate and step == 2:
             engine.eval()
             with torch.no_grad():
                 evaluated.append(loss_sum(engine, case.model, batch(0)).item())
             engine.train()
-        shares = [
-            {key: value[part :: case.accumulate][rank::world] for key, value in batch(step).items()}
-            for part in range(case.accumulate)
-        ]
-        losses.append(0.0)
-        for i, rows in enumerate(shares):
-            synchronise = contextlib.nullcontext() if i == len(shares) - 1 else engine.no_sync()
+        for part in range(case.accumulate):
+            rows = {key: value[part :: case.accumulate][rank::world] for key, value in batch(step).items()}
+            synchronise = contextlib.nullcontext() if part == case.accumulate - 1 else engine.no_sync()
             with synchronise, set_checkpoint_early_stop(case.early_stop):
                 loss = loss_sum(engine, case.model, rows) / total
                 (loss * world).backward()  # the engine averages over ranks
-            losses[-1] += loss.item()
+            losses[step] += loss.item()
         if case.max_norm is not None:
             norms.append(engine.clip_grad_norm_(case.max_norm).item())
         engine.step()
         engine.zero_grad()
+    if world > 1:
+        dist.all_reduce(losses, group=group)
     return {"losses": losses, "norms": norms, "evaluated": evaluated}
-
-
-class SingleProcess(nn.Module):
-    """The oracle: the plain module and its optimizer behind the engines' face."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module, self.optimizer = module, optimizer_for(module)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-    no_sync = staticmethod(contextlib.nullcontext)
-
-    def clip_grad_norm_(self, max_norm):
-        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
-
-    def step(self):
-        self.optimizer.step()
-
-    def zero_grad(self):
-        self.module.zero_grad()
 
 
 def expected(case: Case) -> dict:
     """What one process gets from the whole batches, in float32."""
-    return _one_process(
-        Case(
-            case.model,
-            1,
-            max_norm=case.max_norm,
-            frozen=case.frozen,
-            evaluate=case.evaluate,
-            checkpointing=case.model == "calls checkpoint",
-        )
-    )
+    checkpointing = case.model == "calls checkpoint"
+    of_one = {"frozen": case.frozen, "evaluate": case.evaluate, "checkpointing": checkpointing}
+    return _one_process(Case(case.model, 1, max_norm=case.max_norm, **of_one))
 
 
 @functools.cache
 def _one_process(case: Case) -> dict:
-    engine = SingleProcess(build(case))
-    outcome = train(case, engine)
-    return outcome | {"weights": {name: p.detach() for name, p in engine.module.named_parameters()}}
+    model = build(case)
+    optimizer = optimizer_for(model)
+    # the plain module behind the engines' face; it has no no_sync, as nothing is accumulated
+    model.clip_grad_norm_ = functools.partial(nn.utils.clip_grad_norm_, list(model.parameters()))
+    model.step = optimizer.step
+    return train(case, model) | {"weights": {name: p.detach() for name, p in model.named_parameters()}}
 
 
 def identity(case: Case) -> str:
@@ -249,24 +192,14 @@ def identity(case: Case) -> str:
     return "-".join(f"{key}={value}" for key, value in vars(case).items() if value != getattr(Case(), key)) or "plain"
 
 
-def over_ranks(outcome: dict, group: dist.ProcessGroup) -> dict:
-    """The outcome with the losses of all ranks added up, which is the loss of the whole batch."""
-    losses = torch.tensor(outcome["losses"])
-    dist.all_reduce(losses, group=group)
-    return outcome | {"losses": losses.tolist()}
-
-
-def ranks_differ(model: nn.Module, rank: int) -> nn.Module:
-    """As if every rank had been seeded for itself: an engine has to start all from the first rank's weights."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * rank)
-    return model
-
-
-def groups() -> dict[int, dist.ProcessGroup]:
-    """Groups of the first 1, 2 and 4 ranks; every rank has to make them all."""
-    return {ranks: dist.new_group(list(range(ranks))) for ranks in (1, 2, 4)}
+def assert_trains_as_one_process(case, engine, whole_weights, group=None):
+    """On every rank; of the weights on those that are given them."""
+    outcome = train(case, engine, dist.get_rank(group), dist.get_world_size(group), group)
+    wanted = expected(case)
+    assert_close(outcome["losses"], wanted["losses"], rtol=0, atol=TOLERANCE)
+    assert_close(outcome["norms"], wanted["norms"], rtol=1e-5, atol=0)
+    assert_close(outcome["evaluated"], wanted["evaluated"], rtol=1e-6, atol=0)
+    assert_close(whole_weights() or wanted["weights"], wanted["weights"], rtol=0, atol=TOLERANCE)
 
 
 def furthest(weights: dict, expected: dict) -> float:
@@ -290,7 +223,7 @@ def count_collectives(engine: nn.Module) -> dict[str, int]:
     """What torch's CommDebugMode counts in one forward and backward."""
     with CommDebugMode() as mode:
         loss_sum(engine, "gpt2", batch(0)).backward()
-    return {str(operation).removeprefix("c10d."): count for operation, count in mode.get_comm_counts().items()}
+    return {str(name).removeprefix("c10d."): count for name, count in mode.get_comm_counts().items() if count}
 
 
 def watch_parameters(engine: nn.Module) -> list[tuple[str, int, int]]:
@@ -310,14 +243,11 @@ def watch_parameters(engine: nn.Module) -> list[tuple[str, int, int]]:
     return seen
 
 
-def forgets(engine: nn.Module, gradient) -> tuple[torch.Tensor, torch.Tensor]:
-    """A gradient after one backward, and after the same with another before it that ``zero_grad`` has undone."""
-    found = []
-    for rows in (None, batch(1)):
-        if rows:
-            with engine.no_sync():
-                loss_sum(engine, "gpt2", rows).backward()
-        engine.zero_grad()
-        loss_sum(engine, "gpt2", batch(0)).backward()
-        found.append(gradient().clone())
-    return found[0], found[1]
+def measured(engine: nn.Module) -> SimpleNamespace:
+    """Bytes and collectives of one step."""
+    steady = storage_bytes(engine.resident()["parameters"])
+    seen = watch_parameters(engine)
+    collectives = count_collectives(engine)
+    engine.step()
+    after = {kind: storage_bytes(tensors) for kind, tensors in engine.resident().items()}
+    return SimpleNamespace(steady=steady, seen=seen, collectives=collectives, after=after)
