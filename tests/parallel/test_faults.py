@@ -13,6 +13,7 @@ from course_lib.launching.launch import RanksHung, launch
 from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.zero import Zero1, Zero2
 from course_lib.parallel.zero3 import Zero3
+from tests.ranks import on_ranks
 
 ENGINES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3, "fsdp": FullyShardedDataParallel}
 
@@ -32,43 +33,23 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def faults():
-    """What each engine says of ranks that differ and of a model that was changed."""
-    dist.init_process_group("gloo")
-    said = {}
-    for name, kind in ENGINES.items():
-        odd = Net(width=6 + dist.get_rank())
-        with pytest.raises(ModelError) as error:
-            kind(odd, sgd(odd))
-        said[name, "shapes"] = str(error.value)
-        model = Net()
-        if dist.get_rank() == 1:
-            model.layers[1].weight.requires_grad_(False)
-        with pytest.raises(ModelError) as error:
-            kind(model, sgd(model))
-        said[name, "frozen on one rank"] = str(error.value)
-        model = Net()
-        engine = kind(model, sgd(model))
-        engine(torch.ones(1, 4)).sum().backward()
-        model.layers[0].bias.requires_grad_(False)
-        with pytest.raises(ModelError) as error:
-            engine(torch.ones(1, 4))
-        said[name, "changed"] = str(error.value)
-    return said
-
-
-def test_ranks_that_differ_and_a_changed_model_are_named_on_every_rank():
-    first, second = launch(faults, num_processes=2, timeout=200)
-    assert first == second and len(first) == 4 * 3
-    for (name, fault), line in first.items():
-        if fault == "shapes":
-            assert "rank 1's model is not rank 0's: `layers.0.weight` is parameter (7, 4)" in line
-        elif fault == "frozen on one rank":
-            assert "`layers.1.weight` is parameter (4, 6) torch.float32 frozen" in line
-        else:
-            assert line.startswith(
-                f"parameter `layers.0.bias` was frozen after the model was wrapped by {ENGINES[name].__name__}"
-            )
+@pytest.mark.parametrize("kind", ENGINES.values())
+@on_ranks(2)
+def test_ranks_that_differ_and_a_changed_model_are_named_on_every_rank(kind):
+    odd = Net(width=6 + dist.get_rank())
+    with pytest.raises(ModelError, match=r"rank 1's model is not rank 0's: `layers.0.weight` is parameter \(7, 4\)"):
+        kind(odd, sgd(odd))
+    model = Net()
+    model.layers[1].weight.requires_grad_(dist.get_rank() == 0)
+    with pytest.raises(ModelError, match=r"`layers.1.weight` is parameter \(4, 6\) torch.float32 frozen"):
+        kind(model, sgd(model))
+    model = Net()
+    engine = kind(model, sgd(model))
+    engine(torch.ones(1, 4)).sum().backward()
+    model.layers[0].bias.requires_grad_(False)
+    says = f"^parameter `layers.0.bias` was frozen after the model was wrapped by {kind.__name__}"
+    with pytest.raises(ModelError, match=says):
+        engine(torch.ones(1, 4))
 
 
 def skips_a_step(name, folder):
