@@ -6,15 +6,14 @@ allowed here.
 
 import ast
 import functools
-import inspect
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing import assert_close
 
-from course_lib.launching.launch import launch
 from course_lib.parallel import tensor_parallel as full_tensor_parallel
 from course_lib.parallel.ddp import DataParallel
 from course_lib.parallel.fsdp import FullyShardedDataParallel
@@ -24,8 +23,9 @@ from course_lib.parallel.pipeline.schedules import make
 from course_lib.parallel.sharding import gather_whole
 from course_lib.parallel.zero import Zero1, Zero2
 from course_lib.parallel.zero3 import Zero3
+from tests.parallel.between_ranks import here
+from tests.ranks import on_ranks
 
-SIZES = (2, 4)
 STEPS, ROWS, LAYERS, WIDTH, HIDDEN = 4, 12, 4, 13, 20
 MICROBATCHES = 6
 SAME, ELSE = 1e-6, 1e-2
@@ -85,8 +85,11 @@ def weights_of(module):
 
 
 def furthest(weights, others):
-    assert weights.keys() == others.keys() and len(weights) == 4 + 6 * LAYERS
-    return max((weights[name] - others[name]).abs().max().item() for name in weights)
+    return max((weights[name] - others[name]).abs().max().item() for name in others)
+
+
+def elements_of(*modules):
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def train(module, optimizer, rows=rows_of, after_backward=lambda: None):
@@ -110,7 +113,7 @@ def one_process(rows=slice(None)):
     return weights_of(module), losses
 
 
-# --- on the ranks: each trains, and returns weights and losses ---
+# --- on the ranks: each trains, and returns weights and losses; what it holds meanwhile is asserted on the way ---
 
 
 def with_data_parallel():
@@ -122,12 +125,14 @@ def with_data_parallel():
 
 
 def with_buckets():
-    """Also how many buckets there are, and how many had left when the first layer's gradient was there."""
     module, left = net(dist.get_rank()), []
     engine = data_parallel.TinyDDP(module, 2000, reversed)
     module.embed.weight.register_hook(lambda gradient: left.append(len(engine.sent)))
     losses = train(module, make_optimizer(module.parameters()), after_backward=engine.finish)
-    return weights_of(module), losses, len(engine.buckets), left
+    buckets = len(engine.buckets)
+    assert buckets > 4
+    assert left == [buckets - 1] * STEPS  # within backward, all but the one that the first layer's own gradient is in
+    return weights_of(module), losses
 
 
 def with_full_data_parallel():
@@ -137,20 +142,24 @@ def with_full_data_parallel():
 
 
 def with_zero(engine_class):
-    """Also the elements of the optimizer's moments."""
-    module = net()
+    module, size = net(), dist.get_world_size()
     engine = engine_class(module, module.layers, make_optimizer)
     losses = train(module, engine)
     for bucket in engine.buckets:
         bucket.flat.untyped_storage().resize_(bucket.flat.nbytes)  # stage 3 has freed it
         bucket.gather()
     moments = [state[name].numel() for state in engine.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    return weights_of(module), losses, sum(moments)
+    elements, block = elements_of(module), elements_of(module.layers[0])
+    in_blocks = LAYERS * -(-block // size) + -(-(elements - LAYERS * block) // size)
+    assert sum(moments) == 2 * (-(-elements // size) if engine_class is zero1.TinyZeRO1 else in_blocks)
+    return weights_of(module), losses
 
 
 def with_fsdp():
-    """Also the elements of whole weights while each block computes and between steps, by a rank's own account."""
-    module = net(dist.get_rank())
+    """One block is whole at a time, while it computes, and none between steps, by a rank's own account."""
+    module, size = net(dist.get_rank()), dist.get_world_size()
+    block = -(-elements_of(module.layers[0]) // size) * size
+    root = -(-elements_of(module.embed, module.head) // size) * size
     engine = fsdp.TinyFSDP(module, module.layers, fsdp.Unit)
 
     def whole():
@@ -162,10 +171,12 @@ def with_fsdp():
         layer.up.register_full_backward_pre_hook(lambda *_: during.append(whole()))
     optimizer = make_optimizer([unit.shard for unit in engine.units])
     losses = train(module, optimizer, after_backward=lambda: between.append(whole()))
+    assert during == [root + block] * 2 * LAYERS * STEPS and between == [0] * STEPS
+    assert [unit.shard.numel() for unit in engine.units] == [root // size] + [block // size] * LAYERS
     assert module.head.weight.isnan().all()
     for unit in engine.units:
         unit.gather()
-    return weights_of(module), losses, during, between, [unit.shard.numel() for unit in engine.units]
+    return weights_of(module), losses
 
 
 def with_full_sharding(engine_class):
@@ -177,18 +188,19 @@ def with_full_sharding(engine_class):
 
 def with_tensor_parallel(split_layers):
     """Weights are put together again by the layers' names: columns of `up`, rows of `down`."""
-    module = net()
+    module, size = net(), dist.get_world_size()
     split_layers(module)
     losses = train(module, make_optimizer(module.parameters()), batch)
-    weights = weights_of(module)
-    shapes = {name: tuple(weights[f"layers.0.{name}"].shape) for name in ("up.weight", "up.bias", "down.weight")}
+    weights, share = weights_of(module), HIDDEN // size
+    shapes = {"up.weight": (share, WIDTH), "up.bias": (share,), "down.weight": (WIDTH, share)}
     for name in weights:
-        dim = {"up.weight": 0, "up.bias": 0, "down.weight": 1}.get(".".join(name.split(".")[-2:]))
-        if dim is not None:
-            parts = [torch.empty_like(weights[name]) for _ in range(dist.get_world_size())]
+        kind = ".".join(name.split(".")[-2:])
+        if kind in shapes:
+            assert weights[name].shape == shapes[kind]
+            parts = [torch.empty_like(weights[name]) for _ in range(size)]
             dist.all_gather(parts, weights[name].contiguous())
-            weights[name] = torch.cat(parts, dim)
-    return weights, losses, shapes
+            weights[name] = torch.cat(parts, 1 if kind == "down.weight" else 0)
+    return weights, losses
 
 
 def split_minimal(module):
@@ -210,18 +222,12 @@ def split_silent(module):
                 parameter.data = tensor_parallel.part(parameter, dim)
 
 
-def stage_of(module):
-    """The modules of this rank, and its stage."""
-    parts = [module.embed, *module.layers, module.head]
-    sizes = [len(part) for part in torch.arange(len(parts)).tensor_split(dist.get_world_size())]
-    first = sum(sizes[: dist.get_rank()])
-    return nn.Sequential(*parts[first : first + sizes[dist.get_rank()]])
-
-
-def in_stages(engine_of):
+def in_stages(engine_of, holds):
     """Train a pipeline; the weights of the stages that are elsewhere are sent here."""
-    module = net()
-    stage = stage_of(module)
+    module, (rank, ranks) = net(), here()
+    parts = [module.embed, *module.layers, module.head]
+    own = torch.arange(len(parts)).tensor_split(ranks)[rank].tolist()
+    stage = nn.Sequential(*parts[own[0] : own[-1] + 1])
     optimizer = make_optimizer(stage.parameters())
     step_of, peak_of = engine_of(stage)
     losses = []
@@ -229,10 +235,11 @@ def in_stages(engine_of):
         optimizer.zero_grad()
         losses.append(step_of(*batch(step)))
         optimizer.step()
-    trained = [None] * dist.get_world_size()
-    own = set(stage.parameters())
-    dist.all_gather_object(trained, {n: p.detach() for n, p in module.named_parameters() if p in own})
-    return {n: weights for part in trained for n, weights in part.items()}, losses, peak_of()
+    assert peak_of() == holds(rank, ranks)
+    trained = [None] * ranks
+    held = set(stage.parameters())
+    dist.all_gather_object(trained, {n: p.detach() for n, p in module.named_parameters() if p in held})
+    return {n: weights for part in trained for n, weights in part.items()}, losses
 
 
 def minimal_pipeline(engine_class, stage):
@@ -256,145 +263,73 @@ def full_pipeline(name, stage):
     return step, lambda: max(result.peak for result in results)
 
 
+def all_microbatches(rank, ranks):
+    return MICROBATCHES
+
+
+def fewer_microbatches(rank, ranks):
+    return ranks - rank
+
+
 CASES = {
-    "data parallel": with_data_parallel,
-    "buckets": with_buckets,
-    "full data parallel": with_full_data_parallel,
-    "zero1": functools.partial(with_zero, zero1.TinyZeRO1),
-    "zero2": functools.partial(with_zero, zero2.TinyZeRO2),
-    "zero3": functools.partial(with_zero, zero3.TinyZeRO3),
-    "full zero1": functools.partial(with_full_sharding, Zero1),
-    "full zero2": functools.partial(with_full_sharding, Zero2),
-    "full zero3": functools.partial(with_full_sharding, Zero3),
-    "fsdp": with_fsdp,
-    "full fsdp": functools.partial(with_full_sharding, FullyShardedDataParallel),
-    "tensor parallel": functools.partial(with_tensor_parallel, split_minimal),
-    "full tensor parallel": functools.partial(with_tensor_parallel, split_full),
-    "tensor parallel, silent": functools.partial(with_tensor_parallel, split_silent),
-    "gpipe": functools.partial(in_stages, functools.partial(minimal_pipeline, gpipe.TinyGPipe)),
-    "1f1b": functools.partial(in_stages, functools.partial(minimal_pipeline, one_f_one_b.TinyOneFOneB)),
-    "full gpipe": functools.partial(in_stages, functools.partial(full_pipeline, "gpipe")),
-    "full 1f1b": functools.partial(in_stages, functools.partial(full_pipeline, "1f1b")),
+    "data parallel": (with_data_parallel, with_full_data_parallel),
+    "buckets": (with_buckets, with_full_data_parallel),
+    "zero1": (functools.partial(with_zero, zero1.TinyZeRO1), functools.partial(with_full_sharding, Zero1)),
+    "zero2": (functools.partial(with_zero, zero2.TinyZeRO2), functools.partial(with_full_sharding, Zero2)),
+    "zero3": (functools.partial(with_zero, zero3.TinyZeRO3), functools.partial(with_full_sharding, Zero3)),
+    "fsdp": (with_fsdp, functools.partial(with_full_sharding, FullyShardedDataParallel)),
+    "tensor parallel": (
+        functools.partial(with_tensor_parallel, split_minimal),
+        functools.partial(with_tensor_parallel, split_full),
+    ),
+    "gpipe": (
+        functools.partial(in_stages, functools.partial(minimal_pipeline, gpipe.TinyGPipe), all_microbatches),
+        functools.partial(in_stages, functools.partial(full_pipeline, "gpipe"), all_microbatches),
+    ),
+    "1f1b": (
+        functools.partial(in_stages, functools.partial(minimal_pipeline, one_f_one_b.TinyOneFOneB), fewer_microbatches),
+        functools.partial(in_stages, functools.partial(full_pipeline, "1f1b"), fewer_microbatches),
+    ),
 }
-OF_DATA = ("data parallel", "buckets", "zero1", "zero2", "zero3", "fsdp")
-FULL = {
-    "data parallel": "full data parallel",
-    "buckets": "full data parallel",
-    "zero1": "full zero1",
-    "zero2": "full zero2",
-    "zero3": "full zero3",
-    "fsdp": "full fsdp",
-    "tensor parallel": "full tensor parallel",
-    "gpipe": "full gpipe",
-    "1f1b": "full 1f1b",
-}
+"""The shortest form, and the full one."""
 
 
-def run_cases():
-    dist.init_process_group("gloo")
-    return {name: case() for name, case in CASES.items()}
-
-
-@pytest.fixture(scope="module")
-def trained():
-    """By case and number of ranks: what each rank returned."""
-    by_size = {size: launch(run_cases, num_processes=size, timeout=800) for size in SIZES}
-    return {(name, size): [said[name] for said in by_size[size]] for name in CASES for size in SIZES}
-
-
-@pytest.fixture(scope="module")
-def expected():
-    return one_process()
-
-
-def test_without_the_mechanism_it_is_another_model(trained, expected):
-    weights, _ = expected
-    for size in SIZES:
-        alone, _ = one_process(slice(0, None, size))  # what data parallelism and sharding make good
-        assert furthest(alone, weights) > ELSE
-        silent, _, _ = trained["tensor parallel, silent", size][0]
-        assert furthest(silent, weights) > ELSE
+@pytest.mark.parametrize("size", [2, 4])
+def test_without_the_mechanism_it_is_another_model(size, ranks):
+    weights, _ = one_process()
+    alone, _ = one_process(slice(0, None, size))  # what data parallelism and sharding make good
     one_microbatch, _ = one_process(slice(ROWS // MICROBATCHES))
-    assert furthest(one_microbatch, weights) > ELSE
-    assert furthest(weights_of(net()), weights) > ELSE  # a stage whose gradient never came
+    silent, _ = ranks(size, join=True)(with_tensor_parallel, split_silent)[0]
+    untouched = weights_of(net())  # a stage whose gradient never came
+    assert min(furthest(other, weights) for other in (alone, one_microbatch, silent, untouched)) > ELSE
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", FULL)
-def test_it_trains_what_one_process_trains(name, size, trained, expected):
-    weights, losses = expected
-    for ranks_weights, _, *_ in trained[name, size]:
-        assert furthest(ranks_weights, weights) < SAME
-    by_rank = torch.tensor([ranks_losses for _, ranks_losses, *_ in trained[name, size]])
-    whole = by_rank.mean(0) if name in OF_DATA else by_rank[-1]
-    assert torch.allclose(whole, torch.tensor(losses), rtol=0, atol=SAME)
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2, 4)
+def test_it_trains_what_one_process_and_the_full_one_train(name):
+    minimal, full = CASES[name]
+    weights, losses = minimal()
+    expected_weights, expected_losses = one_process()
+    assert_close(weights, expected_weights, rtol=0, atol=SAME)
+    whole = torch.tensor(losses)
+    if name in ("gpipe", "1f1b"):  # the last stage has the loss
+        dist.broadcast(whole, dist.get_world_size() - 1)
+    elif name != "tensor parallel":  # each rank has that of its rows
+        dist.all_reduce(whole)
+        whole /= dist.get_world_size()
+    assert_close(whole.tolist(), expected_losses, rtol=0, atol=SAME)
 
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", FULL)
-def test_it_trains_what_the_full_one_trains(name, size, trained):
-    assert furthest(trained[name, size][0][0], trained[FULL[name], size][0][0]) < SAME
-    ours, theirs = ([said[1] for said in trained[case, size]] for case in (name, FULL[name]))
-    assert torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=0, atol=SAME)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_buckets_leave_within_backward(size, trained):
-    for _, _, buckets, left in trained["buckets", size]:
-        assert buckets > 4
-        assert left == [buckets - 1] * STEPS  # all but the one that the first layer's own gradient is in
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_zero_holds_its_share_of_the_optimizer(size, trained):
-    model = net()
-    block = sum(parameter.numel() for parameter in model.layers[0].parameters())
-    elements = sum(parameter.numel() for parameter in model.parameters())
-    padded = -(-elements // size)
-    in_blocks = LAYERS * -(-block // size) + -(-(elements - LAYERS * block) // size)
-    for name, share in (("zero1", padded), ("zero2", in_blocks), ("zero3", in_blocks)):
-        assert [moments for _, _, moments in trained[name, size]] == [2 * share] * size, name
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_fsdp_has_one_block_whole_at_a_time(size, trained):
-    model = net()
-    block = sum(parameter.numel() for parameter in model.layers[0].parameters())
-    root = sum(parameter.numel() for parameter in (*model.embed.parameters(), *model.head.parameters()))
-    block, root = (-(-elements // size) * size for elements in (block, root))
-    for _, _, during, between, shards in trained["fsdp", size]:
-        assert during == [root + block] * 2 * LAYERS * STEPS
-        assert between == [0] * STEPS
-        assert shards == [root // size] + [block // size] * LAYERS
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_tensor_parallel_ranks_hold_their_columns_and_rows(size, trained):
-    share = HIDDEN // size
-    for _, _, shapes in trained["tensor parallel", size]:
-        assert shapes == {"up.weight": (share, WIDTH), "up.bias": (share,), "down.weight": (WIDTH, share)}
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_1f1b_holds_fewer_microbatches(size, trained):
-    assert [peak for _, _, peak in trained["gpipe", size]] == [MICROBATCHES] * size
-    assert [peak for _, _, peak in trained["1f1b", size]] == [size - rank for rank in range(size)]
-    for name in ("gpipe", "1f1b"):
-        assert [peak for _, _, peak in trained[name, size]] == [peak for _, _, peak in trained[f"full {name}", size]]
+    full_weights, full_losses = full()
+    assert_close(full_weights or weights, weights, rtol=0, atol=SAME)
+    assert_close(losses, full_losses, rtol=0, atol=SAME)
 
 
 def test_each_is_short_and_has_no_options():
     """Under 100 lines, and no argument with a default but the group, which is that of all ranks."""
-    files = [data_parallel, fsdp, gpipe, one_f_one_b, tensor_parallel, zero1, zero2, zero3]
-    for module in files:
-        text = inspect.getsource(module)
-        assert text.count("\n") < 100, module.__name__
+    for path in Path(data_parallel.__file__).parent.glob("*.py"):
+        text = path.read_text()
+        assert text.count("\n") < 100, path
         functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-        optional = {
-            argument.arg
-            for function in functions
-            for argument in function.args.args[len(function.args.args) - len(function.args.defaults) :]
-        }
-        assert functions and optional <= {"group"}, module.__name__
-        assert not any(function.args.kw_defaults for function in functions)
-    assert len(list(Path(data_parallel.__file__).parent.glob("[!_]*.py"))) == len(files)
+        for arguments in (function.args for function in functions):
+            optional = arguments.args[len(arguments.args) - len(arguments.defaults) :]
+            assert {argument.arg for argument in optional} <= {"group"} and not arguments.kw_defaults, path
