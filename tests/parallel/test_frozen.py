@@ -1,6 +1,8 @@
 """Frozen weights beside trained ones: gathered but never reduced, no gradient and no state of them, in any dtype."""
 
-import math
+import functools
+import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -8,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from course_lib.launching.launch import launch
 from course_lib.metering.meter import Meter
 from course_lib.modeling import lora, nf4
 from course_lib.parallel.blocks import blocks
@@ -28,24 +29,14 @@ ENGINES = {
     "fsdp": FullyShardedDataParallel,
     "torch's fsdp": shard_with_torch,
 }
-KINDS = {"all trained": None, "adapters": None, "beside bf16": torch.bfloat16, "beside 4 bits": torch.uint8}
+KINDS = ["all trained", "adapters", "beside bf16", "beside 4 bits"]
 
 
 def made(kind):
     """A GPT-2 of two blocks, of which all or the adapters are trained, and its frozen weights in a dtype."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=2,
-            n_embd=32,
-            n_head=2,
-            vocab_size=64,
-            n_positions=16,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    )
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     if kind == "all trained":
         return model
     if kind == "beside 4 bits":
@@ -78,62 +69,54 @@ def loss_of(model, ids):
     return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 64), ids[:, 1:].reshape(-1))
 
 
-def alone(kind, steps=3):
-    model = made(kind)
-    optimizer, losses = optimizer_of(model), []
-    for step in range(steps):
-        loss = loss_of(model, rows(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def train(wrapped, optimizer, share=slice(None)):
+    """The losses of three steps; of the last one what moved, by collective and dtype, and the meter."""
+    losses = []
+    for step in range(3):
+        moved = Counter()
+        with Meter(wrapped, optimizer, getattr(wrapped, "resident", None)) as meter:
+            loss = loss_of(wrapped, rows(step)[share])
+            loss.backward()
+            getattr(wrapped, "step", optimizer.step)()
+        for one in meter.collectives:
+            moved[one.name, one.dtype] += one.bytes
+        getattr(wrapped, "zero_grad", optimizer.zero_grad)()
         losses.append(loss.item())
-    return losses
+    return losses, moved, meter
 
 
-def on_ranks(cases, steps=3):
-    """By case: the mean losses of all steps, and of the last what moved, by name and dtype, and what was there."""
-    dist.init_process_group("gloo")
-    found = {}
+@functools.cache
+def alone(kind):
+    model = made(kind)
+    return train(model, optimizer_of(model))[0]
+
+
+def on_each_rank(cases):
+    """By case: the mean losses of all steps, and of the last what moved, and what was there."""
+    found, share = {}, slice(dist.get_rank() * 2, dist.get_rank() * 2 + 2)
     for engine, kind in cases:
         model = made(kind)
         optimizer = optimizer_of(model)
-        wrapped = ENGINES[engine](model, optimizer)
-        stepping = optimizer if engine == "ddp" else wrapped
-        losses = []
-        for step in range(steps):
-            moved = {}
-            with Meter(wrapped, optimizer, getattr(wrapped, "resident", None)) as meter:
-                loss = loss_of(wrapped, rows(step).chunk(RANKS)[dist.get_rank()])
-                loss.backward()
-                stepping.step()
-            for one in meter.collectives:
-                key = one.name, one.dtype
-                moved[key] = moved.get(key, 0) + one.bytes
-            stepping.zero_grad()
-            losses.append(loss.item())
+        losses, moved, meter = train(ENGINES[engine](model, optimizer), optimizer, share)
         mean = torch.tensor(losses)
         dist.all_reduce(mean)
-        found[engine, kind] = (mean / RANKS).tolist(), moved, dict(meter.resident), dict(meter.peak)
+        found[engine, kind] = (mean / RANKS).tolist(), moved, dict(meter.resident)
     return found
 
 
-CASES = [(engine, kind) for engine in ENGINES for kind in KINDS]
-
-
 @pytest.fixture(scope="module")
-def found():
-    return launch(on_ranks, CASES, num_processes=RANKS, timeout=300)[0]
+def found(ranks):
+    return ranks(RANKS, join=True)(on_each_rank, list(itertools.product(ENGINES, KINDS)))[0]
 
 
 def counted(model):
     """Elements: trained; frozen in the blocks, and outside of them, by dtype."""
     inside = {p for block in blocks(model).values() for p in block.parameters()}
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = {}
+    frozen = Counter()
     for p in model.parameters():
         if not p.requires_grad:
-            key = p in inside, p.dtype
-            frozen[key] = frozen.get(key, 0) + p.numel()
+            frozen[p in inside, p.dtype] += p.numel()
     return trained, frozen
 
 
@@ -153,7 +136,7 @@ def test_gradients_of_adapters_alone_move(found, engine):
     name = "all_reduce" if engine == "ddp" else "reduce_scatter"
     whole = sum(p.numel() for p in made("all trained").parameters())
     assert found[engine, "all trained"][1][name, torch.float32] >= 4 * whole
-    for kind in ("adapters", "beside bf16", "beside 4 bits"):
+    for kind in KINDS[1:]:
         trained, frozen = counted(made(kind))
         moved = found[engine, kind][1]
         assert {key for key in moved if key[0] == name} == {(name, torch.float32)}
@@ -169,7 +152,7 @@ def test_gradients_of_adapters_alone_move(found, engine):
 
 
 @needs(FSDP2_ON_CPUS)
-@pytest.mark.parametrize("kind", ["adapters", "beside bf16", "beside 4 bits"])
+@pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "ddp"])
 def test_of_frozen_weights_there_are_no_gradients_and_no_states(found, engine, kind):
     """Per rank: a share of the adapters' gradients and moments, of sharded weights a share in their own dtype."""
@@ -183,9 +166,5 @@ def test_of_frozen_weights_there_are_no_gradients_and_no_states(found, engine, k
     wanted = (weights + 4 * trained) / shares
     assert wanted <= resident["parameters"] <= 1.02 * wanted, (engine, kind)
     if kind == "beside 4 bits":
-        assert math.isclose(frozen[True, torch.uint8] / frozen_numel(), 0.516, rel_tol=0.02)
-
-
-def frozen_numel():
-    """Weights of the linear layers of the blocks."""
-    return sum(layer.base.weight.numel() for layer in lora.adapted(made("adapters")).values())
+        linear = sum(layer.base.weight.numel() for layer in lora.adapted(made("adapters")).values())
+        assert frozen[True, torch.uint8] / linear == pytest.approx(0.516, rel=0.02)
