@@ -7,12 +7,11 @@ import pytest
 import torch
 import transformers
 
-from course_lib.config import ModelConfig
 from course_lib.errors import ModelError
-from course_lib.modeling import loading, lora, lora_files
+from course_lib.modeling import lora, lora_files
 from tests.long_cases import some
+from tests.modeling.test_loading import TEXTS, load, save
 
-TEXTS = ["the cat sat on the mat", "a dog ran over the green hill", "it rained all day and we read"] * 4
 CASES = [
     ("tiny-bert", "classification"),
     ("tiny-gpt2", "classification"),
@@ -21,17 +20,6 @@ CASES = [
     ("tiny-bert", "masked_lm"),
     ("tiny-llama", "classification"),
 ]
-
-
-def load(name, task):
-    return loading.load(
-        ModelConfig(model=str(name)),
-        task,
-        texts=TEXTS,
-        seed=0,
-        max_length=64,
-        label_names=["no", "perhaps", "yes"] if task == "classification" else None,
-    )
 
 
 def batch_of(loaded):
@@ -92,17 +80,11 @@ def test_the_draw_is_by_seed_and_scaled_by_alpha_over_r():
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
 
 
-def saved(loaded, folder):
-    loaded.model.save_pretrained(folder)
-    loaded.tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("case", some(CASES, *CASES[:3]), ids="-".join)
 def test_peft_loads_what_we_save(case, tmp_path):
     name, task = case
     loaded = load(name, task)
-    base, batch = saved(loaded, tmp_path / "base"), batch_of(loaded)
+    base, batch = save(loaded, tmp_path / "base"), batch_of(loaded)
     lora.add_lora(loaded.model, 4, dropout=0.1)
     expected = logits(trained_a_little(loaded.model, batch), batch)
     (tmp_path / "adapter").mkdir()
@@ -127,7 +109,7 @@ def test_peft_loads_what_we_save(case, tmp_path):
 )
 def test_what_peft_saves_we_load(name, task, more, tmp_path):
     loaded = load(name, task)
-    base, batch = saved(loaded, tmp_path / "base"), batch_of(loaded)
+    base, batch = save(loaded, tmp_path / "base"), batch_of(loaded)
     kind = "SEQ_CLS" if task == "classification" else "CAUSAL_LM"
     config = peft.LoraConfig(
         r=4, lora_alpha=6, target_modules="all-linear", task_type=kind, fan_in_fan_out=name == "tiny-gpt2", **more
@@ -163,7 +145,7 @@ def test_ends_of_names_choose_layers():
 )
 def test_other_adapters_are_refused(change, told, tmp_path):
     loaded = load("tiny-bert", "classification")
-    base = saved(loaded, tmp_path / "base")
+    base = save(loaded, tmp_path / "base")
     lora.add_lora(loaded.model, 2)
     lora_files.save_adapter(loaded.model, tmp_path, str(base))
     file = tmp_path / "adapter_config.json"

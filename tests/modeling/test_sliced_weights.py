@@ -6,7 +6,6 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from course_lib.errors import ModelError
-from course_lib.launching.launch import launch
 from course_lib.metering.allocation_log import AllocationLog
 from course_lib.modeling import sliced_weights
 from course_lib.parallel.blocks import blocks
@@ -14,18 +13,12 @@ from course_lib.parallel.fsdp import FullyShardedDataParallel
 from course_lib.parallel.sharding import Shard
 from course_lib.parallel.torch_engines.fsdp import shard_with_torch
 from course_lib.parallel.zero3 import Zero3
+from tests.ranks import on_ranks
 from tests.torch_versions import FSDP2_ON_CPUS, needs
 
 ENGINES = {"zero3": Zero3, "fsdp": FullyShardedDataParallel, "torch": shard_with_torch}
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-}
+SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 6}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -59,8 +52,6 @@ def local_shards(wrapped, engine):
 
 def loaded(path, engine, whole):
     """The loss, the largest sum of bytes alive, those read, and those of this rank's shards."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
     config = LlamaConfig.from_pretrained(path)
     with Allocated() as log:
         log.start()
@@ -90,30 +81,24 @@ def loaded(path, engine, whole):
     return loss.item(), peak, weights.bytes_read, sum(shard.data.nbytes for shard in shards.values())
 
 
-def every(path):
-    return {(engine, whole): loaded(path, engine, whole) for engine in ENGINES for whole in (True, False)}
-
-
 @needs(FSDP2_ON_CPUS)
-def test_each_rank_reads_its_pieces_and_holds_no_more_than_them_and_a_unit(folder):
-    ranks = 4
+@pytest.mark.parametrize("engine", ENGINES)
+@on_ranks(4)
+def test_each_rank_reads_its_pieces_and_holds_no_more_than_them_and_a_unit(folder, engine):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.arange(16)[None] % 128
-    expected = model(input_ids=ids, labels=ids).loss.item()
+    expected = pytest.approx(model(input_ids=ids, labels=ids).loss.item(), abs=1e-5)
     of_blocks = [sum(p.nbytes for p in block.parameters()) for block in blocks(model).values()]
     size = sum(p.nbytes for p in model.parameters())
     unit = max(*of_blocks, size - sum(of_blocks))
     row = 4 * 192  # a run may begin and end within rows
-    for result in launch(every, folder, num_processes=ranks, timeout=200):
-        for (engine, whole), (loss, peak, read, shards) in result.items():
-            assert loss == pytest.approx(expected, abs=1e-5), (engine, whole)
-            if whole:
-                assert peak > size, "what is otherwise there on every rank"
-                continue
-            tensors = len(dict(model.named_parameters()))
-            assert shards == pytest.approx(size / ranks, rel=0.02)
-            assert shards <= read <= shards + 2 * row * tensors, engine
-            assert peak <= shards + unit + 2 * row + 4096 < size / 1.5, (engine, peak, shards, unit, size)
+
+    loss, peak, *_ = loaded(folder, engine, whole=True)
+    assert loss == expected and peak > size, "what is otherwise there on every rank"
+    loss, peak, read, shards = loaded(folder, engine, whole=False)
+    assert loss == expected and shards == pytest.approx(size / dist.get_world_size(), rel=0.02)
+    assert shards <= read <= shards + 2 * row * len(dict(model.named_parameters()))
+    assert peak <= shards + unit + 2 * row + 4096 < size / 1.5
 
 
 def test_a_run_of_elements_is_that_of_the_whole(folder):

@@ -1,11 +1,13 @@
 """Models cut into stages: chained, the stages compute what the model does, and each holds only its own."""
 
+import functools
 import gc
 import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 from transformers import CONFIG_MAPPING, BertConfig, BertModel
 
 from course_lib.errors import ConfigError
@@ -25,39 +27,37 @@ def chained(stages, inputs):
     return hidden[0]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_stages_in_turn_are_the_model(name):
-    model, (inputs, targets) = build(name), batch(name)
+def assert_stages_in_turn_are_the_model(model, inputs, loss, counts, **bounds):
+    """Logits and every gradient, with so many stages."""
     logits = model(**inputs).logits
-    loss_sum(logits, targets).backward()
+    loss(logits).backward()
     wanted = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-    for count in (1, 3, 6):
+    for count in counts:
         model.zero_grad()
         output = chained(cut(model, split_evenly(model, count, by="parameters"), range(count)), inputs)
-        assert torch.equal(output, logits)
-        loss_sum(output, targets).backward()
-        for key, parameter in model.named_parameters():
-            assert parameter.grad is None if wanted[key] is None else torch.equal(parameter.grad, wanted[key])
+        assert_close(output, logits, **bounds)
+        loss(output).backward()
+        assert_close({name: p.grad for name, p in model.named_parameters()}, wanted, **bounds)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_stages_in_turn_are_the_model(name):
+    inputs, targets = batch(name)
+    loss = functools.partial(loss_sum, targets=targets)
+    assert_stages_in_turn_are_the_model(build(name), inputs, loss, (1, 3, 6), rtol=0, atol=0)
 
 
 FOUND = {
-    "gemma2": "causal_lm",
-    "gpt_neox": "causal_lm",
-    "gptj": "causal_lm",
-    "bloom": "causal_lm",
-    "falcon": "causal_lm",
-    "mixtral": "causal_lm",
-    "mamba": "causal_lm",
-    "qwen3": "causal_lm",
-    "modernbert": "masked_lm",
-    "roformer": "masked_lm",
-    "deberta-v2": "masked_lm",
-    "mpnet": "masked_lm",
-    "camembert": "masked_lm",
+    **dict.fromkeys(("gemma2", "gpt_neox", "gptj", "bloom", "falcon", "mixtral", "mamba", "qwen3"), "causal_lm"),
+    **dict.fromkeys(("modernbert", "roformer", "deberta-v2", "mpnet", "camembert"), "masked_lm"),
     "albert": "classification",
 }
 """Architectures whose layout a forward shows, all but two: a block that returns a tuple, positions within the encoder,
 a table that all blocks read, one block that runs twice, masks by the kind of attention of each block."""
+
+
+def mean_square(logits):
+    return logits.square().mean()
 
 
 def small(architecture, task):
@@ -66,20 +66,10 @@ def small(architecture, task):
 
 @pytest.mark.parametrize("architecture", FOUND)
 def test_stages_by_structure_in_turn_are_the_model(architecture):
-    model = small(architecture, FOUND[architecture]).eval()
-    inputs = tiny_architectures.batch()
-    logits = model(**inputs).logits
-    logits.square().mean().backward()
-    wanted = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    model, inputs = small(architecture, FOUND[architecture]).eval(), tiny_architectures.batch()
     before = torch.get_rng_state()
-    for count in (2, 3):
-        model.zero_grad()
-        output = chained(cut(model, split_evenly(model, count, by="parameters"), range(count)), inputs)
-        assert torch.allclose(output, logits, atol=1e-6) and torch.equal(before, torch.get_rng_state())
-        output.square().mean().backward()
-        for key, parameter in model.named_parameters():
-            assert (parameter.grad is None) == (wanted[key] is None)
-            assert wanted[key] is None or torch.allclose(parameter.grad, wanted[key], atol=1e-6)
+    assert_stages_in_turn_are_the_model(model, inputs, mean_square, (2, 3), rtol=1e-5, atol=1e-6)
+    assert torch.equal(before, torch.get_rng_state())
     assert not model.training and not any(module._forward_hooks for module in model.modules())
 
 
