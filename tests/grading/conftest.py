@@ -1,9 +1,12 @@
 """A hall of learners with the toy exercises, and what grades them."""
 
+import functools
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from course_lib.grading.runner import grade_source
 from course_lib.grading.sandbox import Limits, Sandbox
 from tests.grading.toys import toy_tasks
 
@@ -21,7 +24,26 @@ HIDDEN = (
 )
 
 
-@pytest.fixture
+def same(left, right):
+    """Equal plain data of the same types, arrays with NaN included."""
+    if isinstance(left, np.ndarray):
+        alike = isinstance(right, np.ndarray) and left.dtype == right.dtype
+        return alike and np.array_equal(left, right, equal_nan=left.dtype.kind == "f")
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(same, left, right))
+    return type(left) is type(right) and left == right
+
+
+def points(task, source, may_raise=False):
+    """By property, of an answer to one of the course's exercises."""
+    verdict = grade_source(task, source, hidden=None, limits=Limits(), sandbox=Sandbox())
+    assert may_raise or verdict.error is None or "failed in" in verdict.error, verdict
+    return {name: score.points for name, score in verdict.scores.items()}
+
+
+@pytest.fixture(scope="session")
 def sandbox():
     return Sandbox(tasks="toy_tasks", folders=(Path(toy_tasks.__file__).parent,))
 
@@ -33,14 +55,19 @@ def limits():
 
 
 @pytest.fixture
+def graded(sandbox, limits):
+    """A function (source, **options): the verdict on an answer to the exercise in plain Python."""
+    return functools.partial(grade_source, toy_tasks.TOTAL, hidden=None, limits=limits, sandbox=sandbox)
+
+
+@pytest.fixture
 def hall(tmp_path):
     """Submissions of seven learners, and an instructor's folder beside them."""
     hall = tmp_path / "hall"
     hall.mkdir()
-    for name, source in {"anna": RIGHT, "berta": SPOILS, "carl": WRONG, "dora": TELLS}.items():
+    for name, source in {"anna": RIGHT, "berta": SPOILS, "carl": WRONG, "dora": TELLS, "=frieda": RIGHT}.items():
         (hall / f"{name}.py").write_text(source)
     (hall / "emil.ipynb").write_text("not a notebook")
-    (hall / "=frieda.py").write_text(RIGHT)
     (hall / "nina" / "90_toys").mkdir(parents=True)
     (hall / "nina" / "90_toys" / "90_toys.py").write_text(RIGHT)
     (hall / "nina" / "90_toys" / "timestamp.txt").write_text("=HYPERLINK(1)")

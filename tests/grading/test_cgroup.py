@@ -16,13 +16,12 @@ import pytest
 from course_lib.grading import cgroup as cgroup_module
 from course_lib.grading import sandbox as sandbox_module
 from course_lib.grading.cgroup import pids_folder, processes_limited
-from course_lib.grading.runner import grade_source
 from course_lib.grading.supervisor import THREADS
 from course_lib.grading.watch import Limits, ProcessWatch
 from tests.grading.conftest import RIGHT
-from tests.grading.test_bombs import BOMBS
-from tests.grading.toys import toy_tasks
+from tests.grading.hostile import BOMBS
 
+ROOT = Path(cgroup_module.__file__).parents[2]
 MOST = 200  # forks of an answer
 LIMITS = Limits(seconds=200.0, processes=12)
 KERNEL = THREADS * LIMITS.processes  # 96
@@ -44,10 +43,8 @@ def forked():
         os.waitpid(pid, 0)
     return len(children)
 """
-RIGHT_BY_ALL = (
-    FORKS + f"def total(values):\n    return sum((i + 1) * x for i, x in enumerate(values)) * (forked() == {MOST})\n"
-)
-RIGHT_ANYWAY = FORKS + "def total(values):\n    forked()\n    return sum((i + 1) * x for i, x in enumerate(values))\n"
+RIGHT_BY_ALL = FORKS + RIGHT.replace("return sum", f"return (forked() == {MOST}) * sum")
+RIGHT_ANYWAY = FORKS + RIGHT.replace("return", "forked()\n    return")
 # Forks at most 64 times. Its children end with it, as then nobody holds the pipe's other end.
 CHILDREN = """
 import os
@@ -92,7 +89,7 @@ def run_python(source, command=lambda given: given):
     return done.stdout.splitlines()
 
 
-def test_the_kernel_refuses_one_more(possible):
+def test_the_kernel_refuses_one_more_and_nothing_below_it(possible):
     assert run_python(CHILDREN)[1] == "64"
     with processes_limited(9) as cgroup:
         assert (cgroup.folder / "pids.max").read_text() == "9\n"
@@ -103,9 +100,6 @@ def test_the_kernel_refuses_one_more(possible):
         assert count == "8"
         assert cgroup.hit()
     assert not cgroup.folder.exists()
-
-
-def test_what_stays_within_the_limit_is_not_refused(possible):
     with processes_limited(65) as cgroup:
         assert run_python(CHILDREN, cgroup.joined)[1] == "64"
         assert not cgroup.hit()
@@ -121,14 +115,11 @@ def test_what_is_left_in_it_is_ended_with_it(possible):
 
 def test_leftovers_of_a_dead_grader_are_removed_and_of_a_living_one_are_not(possible):
     source = (
-        f"import sys; sys.path.insert(0, {str(Path(cgroup_module.__file__).parents[2])!r})\n"
-        "from course_lib.grading.cgroup import processes_limited\n"
+        "import sys\nfrom course_lib.grading.cgroup import processes_limited\n"
         "with processes_limited(9) as cgroup:\n    print(cgroup.folder, flush=True)\n    sys.stdin.read()\n"
     )
-    graders = [
-        subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    graders = [subprocess.Popen([sys.executable, "-c", source], **piped) for _ in range(2)]
     try:
         killed, living = (Path(grader.stdout.readline().strip()) for grader in graders)
         graders[0].kill()
@@ -160,48 +151,29 @@ def noted(peaks, limits):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="RLIMIT_NPROC limits an ordinary user's processes with or without")
-def test_a_bomb_meets_the_limit_where_the_grader_does_not_look(possible, sandbox):
-    def graded(source, limited):
-        with (
-            mock.patch.object(ProcessWatch, "_broken", lambda self, below: ""),
-            mock.patch.object(sandbox_module, "processes_limited", limited),
-        ):
-            return grade_source(toy_tasks.TOTAL, source, hidden=None, limits=LIMITS, sandbox=sandbox)
+def test_a_bomb_meets_the_limit_where_the_grader_does_not_look(possible, graded, monkeypatch):
+    def under(limited, source):
+        with mock.patch.object(sandbox_module, "processes_limited", limited):
+            verdict = graded(source, limits=LIMITS)
+        return verdict.points, verdict.error
 
-    assert graded(RIGHT_BY_ALL, lambda limit: contextlib.nullcontext()).points == 4  # it got all its processes
+    monkeypatch.setattr(ProcessWatch, "_broken", lambda self, below: "")
     peaks, limits = [], []
-    verdict = graded(RIGHT_BY_ALL, noted(peaks, limits))
-    assert limits == [KERNEL]
-    assert LIMITS.processes < max(peaks) <= KERNEL < MOST
-    assert (verdict.points, verdict.error) == (0, "too many processes")
-    assert graded(RIGHT_ANYWAY, lambda limit: contextlib.nullcontext()).points == 4
-    verdict = graded(RIGHT_ANYWAY, processes_limited)
-    assert (verdict.points, verdict.error) == (0, "too many processes")  # though it went on, and ended by itself
+    assert under(lambda limit: contextlib.nullcontext(), RIGHT_BY_ALL) == (4, None)  # it got all its processes
+    assert under(noted(peaks, limits), RIGHT_BY_ALL) == (0, "too many processes")
+    assert limits == [KERNEL] and LIMITS.processes < max(peaks) <= KERNEL < MOST
+    assert under(lambda limit: contextlib.nullcontext(), RIGHT_ANYWAY) == (4, None)
+    assert under(processes_limited, RIGHT_ANYWAY) == (0, "too many processes")  # though it ended by itself
     assert mine(possible) == []
 
 
-def test_ranks_and_their_threads_stay_far_below_it(possible, sandbox):
-    peaks, limits = [], []
-    mean = (
-        "import torch\nimport torch.distributed as dist\ntorch.set_num_threads(4)\n"
-        "torch.ones(3000, 300) @ torch.ones(300, 3000)\n"
-        "def mean(share):\n    dist.all_reduce(share)\n    return share / 2\n"
-    )
-    with mock.patch.object(sandbox_module, "processes_limited", noted(peaks, limits)):
-        verdict = grade_source(toy_tasks.MEAN, mean, hidden=None, limits=Limits(), sandbox=sandbox)
-    assert verdict.points == 2, verdict
-    assert limits == [512] and 4 < max(peaks) < 64
-
-
 @pytest.mark.parametrize("folder", [None, Path("/proc")])  # not mounted; not to be written
-def test_grading_is_as_before_where_none_can_be_made(folder, sandbox):
-    with mock.patch.object(cgroup_module, "pids_folder", return_value=folder) as looked:
+def test_grading_is_as_before_where_none_can_be_made(folder, graded):
+    enough = replace(LIMITS, processes=24)  # for its 128, as an ordinary user's RLIMIT_NPROC
+    with mock.patch.object(cgroup_module, "pids_folder", return_value=folder):
         with processes_limited(9) as cgroup:
             assert cgroup is None
-        right = grade_source(toy_tasks.TOTAL, RIGHT, hidden=None, limits=LIMITS, sandbox=sandbox)
-        enough = replace(LIMITS, processes=24)  # for its 128, as an ordinary user's RLIMIT_NPROC
-        bomb = grade_source(toy_tasks.TOTAL, BOMBS["forks"][0], hidden=None, limits=enough, sandbox=sandbox)
-    assert looked.call_count == 3
+        right, bomb = graded(RIGHT, limits=LIMITS), graded(BOMBS["forks"]["source"], limits=enough)
     assert right.points == 4
     assert (bomb.points, bomb.error) == (0, "too many processes")  # by the grader's count
 
@@ -226,9 +198,7 @@ OTHER = "39 31 0:36 / /sys/fs/cgroup/cpuset rw,relatime - cgroup cgroup rw,cpuse
         (V1, [OTHER, UNIFIED], None),
         ("8:pids:/../other\n", [PIDS.format(root="/")], None),
         ("0::/user.slice/a.scope\n", [OTHER, UNIFIED], "/sys/fs/cgroup/unified/user.slice/a.scope"),
-        ("0::/\n", [OTHER, UNIFIED], "/sys/fs/cgroup/unified"),
         ("0::/\n", [OTHER], None),
-        ("", [OTHER, UNIFIED], None),
     ],
 )
 def test_the_own_cgroup_is_found_where_it_is_mounted(cgroups, mounts, folder):

@@ -4,27 +4,21 @@ import json
 import os
 import stat
 import tracemalloc
-from pathlib import Path
 
+import nbformat
 import pytest
 
 from course_lib.errors import CourseError
 from course_lib.grading import submissions
 from course_lib.grading.submissions import read_submissions
+from tests.grading.conftest import RIGHT
 from tests.grading.toys import toy_tasks
 
-RIGHT = "def total(values):\n    return sum((i + 1) * x for i, x in enumerate(values))\n"
 TASKS = {"toy.total": toy_tasks.TOTAL}
 
 
 def cell(source, grade_id="toy-total", **marks):
-    return {
-        "cell_type": "code",
-        "source": source,
-        "outputs": [],
-        "execution_count": None,
-        "metadata": {"nbgrader": {"grade_id": grade_id, "solution": True} | marks},
-    }
+    return nbformat.v4.new_code_cell(source, metadata={"nbgrader": {"grade_id": grade_id, "solution": True} | marks})
 
 
 def notebook(*cells):
@@ -34,38 +28,29 @@ def notebook(*cells):
 # What an undefended reader does, and by what one sees the harm.
 
 
-def naive_json(path: Path, folder: Path):
-    """Takes every cell of whatever is there."""
-    data = json.loads(path.read_text())
-    return "".join("".join(c["source"]) for c in data["cells"])
-
-
-def raises(call, path, folder):
+def breaks(path):
+    """A reader that takes every cell of whatever is there."""
     try:
-        call(path, folder)
+        "".join("".join(each["source"]) for each in json.loads(path.read_text())["cells"])
     except (Exception, RecursionError):
         return True
     return False
 
 
-def eats_memory(path, folder):
+def eats_memory(path):
     tracemalloc.start()
-    raises(naive_json, path, folder)
+    breaks(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak > 150 << 20
 
 
-def breaks(path, folder):
-    return raises(naive_json, path, folder)
-
-
-def waits(path, folder):
+def waits(path):
     """A reader that opens a pipe waits for its writer for ever: non-blocking, one sees that it is one."""
     return stat.S_ISFIFO(os.stat(path).st_mode)
 
 
-def leaks(path, folder):
+def leaks(path):
     return "root:" in path.read_text()
 
 
@@ -90,10 +75,6 @@ FILES = {
 }
 
 
-def test_there_are_enough():
-    assert len(FILES) >= 10
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_a_hostile_file_harms_the_naive_reader_and_nobody_here(name, tmp_path):
     filename, content, harms, said = FILES[name]
@@ -105,23 +86,16 @@ def test_a_hostile_file_harms_the_naive_reader_and_nobody_here(name, tmp_path):
     else:
         path.write_bytes(content)
     (hall / "alice.py").write_text(RIGHT)
-    control = tmp_path / "control"
-    control.mkdir()
-    assert harms(path, control)
+    assert harms(path)
 
+    tracemalloc.start()
     alice, mallory = read_submissions([hall], TASKS)
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20, "no more than an honest one takes"
+    tracemalloc.stop()
     assert alice.answers == {"toy.total": RIGHT} and not alice.problems
     assert not mallory.answers
     assert len(mallory.problems) == 1 and said in mallory.problems[0]
-    assert sorted(left.name for left in hall.rglob("*")) == sorted(["mallory", filename, "alice.py"])
-
-
-def test_a_large_notebook_takes_no_memory(tmp_path):
-    large_notebook(tmp_path / "x.ipynb")
-    tracemalloc.start()
-    read_submissions([tmp_path], TASKS)
-    assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    tracemalloc.stop()
+    assert {left.name for left in hall.rglob("*")} == {"mallory", filename, "alice.py"}
 
 
 def test_only_answer_cells_count(tmp_path):
@@ -134,19 +108,18 @@ def test_only_answer_cells_count(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "cells",
+    "changed",
     [
-        [cell(RIGHT, "toy-other")],
-        [cell(RIGHT, solution=False)],
-        [cell(RIGHT) | {"cell_type": "markdown"}],
-        [cell(RIGHT) | {"metadata": {}}],
-        [],
+        cell(RIGHT, "toy-other"),
+        cell(RIGHT, solution=False),
+        cell(RIGHT) | {"cell_type": "markdown"},
+        cell(RIGHT) | {"metadata": {}},
     ],
-    ids=["other name", "not a solution", "markdown", "no metadata", "deleted"],
+    ids=["other name", "not a solution", "markdown", "no metadata"],
 )
-def test_changed_metadata_gives_no_answer(tmp_path, cells):
+def test_changed_metadata_gives_no_answer(tmp_path, changed):
     path = tmp_path / "alice.ipynb"
-    path.write_bytes(notebook(*cells))
+    path.write_bytes(notebook(changed))
     (alice,) = read_submissions([path], TASKS)
     assert not alice.answers
 
@@ -166,15 +139,8 @@ def test_whose_is_what(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(data)
     answers = read_submissions([tmp_path / place for place in ("nbgrader", "flat", "folders", "gustav")], TASKS)
-    names = [submission.learner for submission in answers]
-    assert [learner for learner in names if not learner.startswith("evil")] == [
-        "anna",
-        "berta",
-        "carl",
-        "emil",
-        "frieda",
-        "gustav",
-    ]
+    names = [submission.learner for submission in answers if not submission.learner.startswith("evil")]
+    assert names == ["anna", "berta", "carl", "emil", "frieda", "gustav"]
     assert all(submission.answers["toy.total"] == RIGHT and not submission.problems for submission in answers)
     assert answers[0].stamps == {"90_toys": "2026-11-21 10:00:00 UTC"}
 
@@ -192,9 +158,8 @@ def test_a_name_that_no_terminal_takes(tmp_path):
     with open(folder + b"/x\xff.ipynb", "wb") as out:
         out.write(b"no")
     (mallory,) = read_submissions([tmp_path / "hall"], TASKS)
-    assert mallory.problems == [
-        "mallory??[31m/x?.ipynb: is not a notebook of format 4: open it in Jupyter and save it again"
-    ]
+    (problem,) = mallory.problems
+    assert problem.startswith("mallory??[31m/x?.ipynb: is not a notebook of format 4")
     assert mallory.learner.isprintable()
 
 
@@ -203,9 +168,8 @@ def test_two_answers_to_one_task_are_told(tmp_path):
     (tmp_path / "anna" / "a.py").write_text(RIGHT)
     (tmp_path / "anna" / "b.py").write_text("def total(values): return 0\n")
     (anna,) = read_submissions([tmp_path], TASKS)
-    assert anna.answers == {"toy.total": RIGHT} and anna.problems == [
-        "anna/b.py: toy.total is in anna/a.py too, which counts"
-    ]
+    assert anna.answers == {"toy.total": RIGHT}
+    assert anna.problems == ["anna/b.py: toy.total is in anna/a.py too, which counts"]
 
 
 def test_nothing_to_grade_is_said(tmp_path):

@@ -38,21 +38,17 @@ def test_what_is_changed():
         (8, "-total -> total"),
     }
     assert not any("Not changed" in mutant.change for mutant in made)
-    assert len({mutant.source for mutant in made}) == len(made) and SOURCE not in {mutant.source for mutant in made}
+    assert len({mutant.source for mutant in made} - {SOURCE}) == len(made)
     for mutant in made:
         compile(mutant.source, "mutant", "exec")
 
 
 def test_mutants_of_a_solution_are_rejected_and_one_that_is_as_good_is_not(monkeypatch):
-    task = {name: TASKS[name] for name in ("pipeline.bubble",)}
+    task = {"pipeline.bubble": TASKS["pipeline.bubble"]}
     rows = mutants.run(task)
     assert len(rows) >= 8 and all(row.holds for row in rows) and all(row.failed for row in rows)
-    same = mutants.Mutant(
-        "pipeline.bubble",
-        1,
-        "1 -> 1.0",
-        mutants.masters.answers(solutions_folder() / "07_pipeline_schedules.ipynb")["pipeline.bubble"],
-    )
+    solution = masters.answers(solutions_folder() / "07_pipeline_schedules.ipynb")["pipeline.bubble"]
+    same = mutants.Mutant("pipeline.bubble", 1, "1 -> 1.0", solution)
     monkeypatch.setattr(mutants, "mutants", lambda name, solution: [same])
     (row,) = mutants.run(task)
     assert not row.failed and not row.holds
@@ -68,15 +64,3 @@ def test_every_mutant_is_rejected_or_as_good_for_a_reason(lesson):
     assert [(row.mutant.task, row.mutant.line, row.mutant.change) for row in rows if not row.holds] == []
     reasons = {key for key in load(solutions_folder() / "equivalent.py").EQUIVALENT if key[0] in tasks}
     assert reasons == {(row.mutant.task, row.mutant.change) for row in rows if row.equivalent}
-
-
-@pytest.mark.long
-def test_the_solutions_have_more_than_a_thousand_mutants():
-    folder = solutions_folder()
-    assert (
-        sum(
-            len(mutants.mutants(name, masters.answers(folder / f"{task.lesson}.ipynb")[name]))
-            for name, task in TASKS.items()
-        )
-        > 1000
-    )

@@ -7,76 +7,35 @@ import numpy as np
 import pytest
 
 from course_lib.grading import supervisor
-from course_lib.grading.runner import grade_source
-from course_lib.grading.sandbox import Sandbox
 from course_lib.grading.serialize import pack, unpack
 from course_lib.grading.tasks import TASKS
-from course_lib.grading.watch import Limits
+from tests.grading.conftest import points
+from tests.grading.hostile import ALONE
 from tests.long_cases import some
 
-# Each reads everybody's inputs out of the frame of its observer, computes alone, and sends zeros of the right size.
 PRELUDE = """
 import math, sys, torch
 import torch.distributed as dist
 def everybodys():
     return sys._getframe(2).f_locals['case'].inputs
 """
-ALONE = {
-    "evaluation.perplexity": """
-def perplexity(loss_sum, tokens):
-    inputs = everybodys()
-    dist.all_reduce(torch.zeros(2, dtype=torch.float64))
-    return math.exp(sum(inputs['sums']) / sum(inputs['tokens']))
-""",
-    "zero.stage1": """
-steps, state = [], {}
-def zero1_step(weights, gradient, momentum, lr, beta):
-    inputs, ranks, rank = everybodys(), dist.get_world_size(), dist.get_rank()
-    dist.reduce_scatter_single(torch.zeros_like(momentum), torch.zeros_like(weights))
-    mean = sum(torch.from_numpy(each[len(steps)]) for each in inputs['gradients']) / ranks
-    steps.append(rank)
-    new = state['momentum'] = beta * state.get('momentum', torch.from_numpy(inputs['momentum'])) + mean
-    momentum.copy_(new.chunk(ranks)[rank])
-    weights -= lr * new
-    dist.all_gather_single(torch.zeros_like(weights), torch.zeros_like(momentum))
-""",
-    "tensor.embedding": """
-def split_embedding(ids, rows):
-    found = torch.from_numpy(everybodys()['table'])[ids]
-    dist.all_reduce(torch.zeros_like(found))
-    return found
-""",
-    "evaluation.gather": """
-def gather_rows(rows, total):
-    found = torch.from_numpy(everybodys()['rows'])
-    dist.all_reduce(torch.zeros(1))  # as the ranks have unlike numbers of rows
-    return found
-""",
-}
 SHARED = {"accelerate.main_first", "cloud.interruption", "lora.sharded_load"}
 """Exercises on ranks whose inputs are the same for all of them."""
-
-
-def points(task, source):
-    """By property."""
-    verdict = grade_source(task, source, hidden=None, limits=Limits(), sandbox=Sandbox())
-    return {name: score.points for name, score in verdict.scores.items()}
 
 
 @pytest.mark.parametrize("name", some(ALONE, "zero.stage1"))
 def test_who_computes_from_everybodys_inputs_has_none_of_them(name):
     task = TASKS[name]
     assert points(replace(task, own={}), PRELUDE + ALONE[name]) == task.points, "the inputs of all give it all points"
-    assert sum(points(task, PRELUDE + ALONE[name]).values()) < sum(task.points.values())
+    assert sum(points(task, PRELUDE + ALONE[name], may_raise=True).values()) < sum(task.points.values())
 
 
 def test_every_exercise_on_ranks_keeps_what_each_rank_has_of_its_own():
+    without = {name: task for name, task in TASKS.items() if task.needs_ranks and not task.own}
     on_ranks = {
-        name
-        for name, task in TASKS.items()
-        if task.needs_ranks and any(case.world_size > 1 for case in task.cases(random.Random(0)))
+        name for name, task in without.items() if any(case.world_size > 1 for case in task.cases(random.Random(0)))
     }
-    assert {name for name in on_ranks if not TASKS[name].own} == SHARED
+    assert on_ranks == SHARED
 
 
 @pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.own])

@@ -13,34 +13,11 @@ from course_lib.grading.sandbox import Sandbox
 from course_lib.grading.task import Case
 from course_lib.grading.tasks.ddp import AVERAGE, BUCKETING, OVERLAP
 from course_lib.grading.watch import Limits
+from tests.grading.conftest import points
+from tests.grading.hostile import PRETENDS
 
 SOLUTIONS = masters.answers(solutions_folder() / "02_data_parallel.ipynb")
 
-# Both read everybody's gradients out of the frame of the observer that calls them, and compute the mean alone.
-ALONE = """
-import socket, sys, torch
-import torch.distributed as dist
-def reduce_in_buckets(gradients, bucket_bytes):
-    frame = sys._getframe(1)
-    everybody = frame.f_locals['case'].inputs['gradients']
-    filled = 0
-    for i, gradient in enumerate(gradients):
-        gradient.copy_(sum(torch.from_numpy(own[i]) for own in everybody) / len(everybody))
-        filled += gradient.nbytes
-        if filled >= bucket_bytes or filled and i == len(gradients) - 1:
-            pretend(frame, filled)
-            filled = 0
-"""
-SENDS_NOTHING_OF_USE = "def pretend(frame, size):\n    dist.all_reduce(torch.zeros(size // 4))\n" + ALONE
-NOTES_WHAT_NEVER_WAS = (
-    """
-def pretend(frame, size):
-    frame.f_locals['record'].note(f'all_reduce {size}')
-    if len(frame.f_locals['case'].inputs['gradients']) > 1:  # so that bytes are on the wire
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(bytes(size + 99), ('127.0.0.1', 9))
-"""
-    + ALONE
-)
 LOOKS_AT_THE_OTHERS = (
     SOLUTIONS["ddp.average"]
     + """
@@ -76,23 +53,15 @@ def average_gradients(model):
 """
 
 
-def points(task, source):
-    """By property."""
-    verdict = grade_source(task, source, hidden=None, limits=Limits(), sandbox=Sandbox())
-    assert verdict.error is None or "failed in" in verdict.error, verdict
-    return {name: score.points for name, score in verdict.scores.items()}
-
-
 @pytest.mark.parametrize(
     ("cheat", "buckets"),
-    [pytest.param(SENDS_NOTHING_OF_USE, 2, marks=pytest.mark.long), (NOTES_WHAT_NEVER_WAS, 0)],
-    ids=["sends", "notes"],
+    [pytest.param("sends nothing of use", 2, marks=pytest.mark.long), ("notes what never was", 0)],
 )
 def test_who_pretends_is_found_out_by_the_peer_and_by_nothing_else(cheat, buckets):
     everybodys = replace(BUCKETING, own={})  # else there is nothing to compute alone from
     with mock.patch.object(trusted_peer, "meeting", return_value=None):
-        assert points(everybodys, cheat) == BUCKETING.points
-    assert points(everybodys, cheat) == {"mean": 0, "buckets": buckets}
+        assert points(everybodys, PRETENDS[cheat]) == BUCKETING.points
+    assert points(everybodys, PRETENDS[cheat]) == {"mean": 0, "buckets": buckets}
 
 
 @pytest.mark.parametrize(

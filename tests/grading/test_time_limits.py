@@ -17,34 +17,20 @@ from course_lib.grading.task import Case
 from course_lib.grading.tasks import TASKS
 from tests.waiting import until
 
-SLOW_BUT_RIGHT = """
+ON_A_RANK = """
 import time
 import torch.distributed as dist
 def ring_all_reduce(tensor):
-    if dist.get_rank() == 0:
-        end = time.process_time() + 1.5
-        while time.process_time() < end:
-            pass
+    {}
     dist.all_reduce(tensor)
 """
-LOOP = """
-import torch.distributed as dist
-def ring_all_reduce(tensor):
-    while dist.get_rank() == 1:
-        pass
-    dist.all_reduce(tensor)
-"""
-SLEEP = LOOP.replace(
-    "while dist.get_rank() == 1:\n        pass", "if dist.get_rank() == 1:\n        __import__('time').sleep(1000)"
+SLOW_BUT_RIGHT = ON_A_RANK.format(
+    "end = time.process_time() + 1.5 * (dist.get_rank() == 0)\n    while time.process_time() < end: pass"
 )
-GROUP = """
-import torch.distributed as dist
-def ring_all_reduce(tensor):
-    if dist.get_rank() == 0:
-        dist.new_group([0, 1])
-    dist.all_reduce(tensor)
-"""
-NO_END = "def learning_rate(step, peak, warmup, total):\n    while True:\n        pass\n"
+LOOP = ON_A_RANK.format("while dist.get_rank() == 1: pass")
+SLEEP = ON_A_RANK.format("if dist.get_rank() == 1: time.sleep(1000)")
+GROUP = ON_A_RANK.format("if dist.get_rank() == 0: dist.new_group([0, 1])")
+NO_END = "def learning_rate(step, peak, warmup, total):\n    while True: pass\n"
 
 
 def report_of(name, source, number_of_cases=1):
@@ -129,7 +115,7 @@ def test_a_rank_that_others_wait_for_may_compute_for_longer_than_a_hang_takes_to
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (LOOP, ["still computing", "(in line 4 of yours, `while dist.get_rank() == 1:`"]),
+        (LOOP, ["still computing", "(in line 5 of yours, `while dist.get_rank() == 1: pass`"]),
         (SLEEP, ["a hang: rank 1 is not in a collective (in line 5 of yours", "rank 0 waits for it in all_reduce"]),
         (GROUP, ["a hang: ", "rank 1"]),
     ],

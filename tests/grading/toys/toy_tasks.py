@@ -1,6 +1,7 @@
 """Two small exercises: one in plain Python, quick to start, and one on two real ranks."""
 
 import random
+from dataclasses import replace
 
 from course_lib.grading.task import Case, Miss, Property, Task
 
@@ -69,53 +70,27 @@ def one_reduction(case, seen):
 
 
 TOTAL = Task(
-    "toy.total",
-    "90_toys",
-    "total",
-    "A weighted sum",
-    1,
-    1,
-    1,
-    draw_total,
-    observe_total,
-    {"result": Property(4, right_total)},
+    name="toy.total",
+    lesson="90_toys",
+    function="total",
+    title="A weighted sum",
+    difficulty=1,
+    importance=1,
+    minutes=1,
+    draw=draw_total,
+    observe=observe_total,
+    properties={"result": Property(4, right_total)},
     needs_ranks=False,
 )
-KEPT = Task(
-    "toy.kept",
-    "90_toys",
-    "total",
-    "A weighted sum, and its argument kept",
-    1,
-    1,
-    1,
-    draw_total,
-    observe_total,
-    {"result": Property(3, right_total), "argument kept": Property(1, kept)},
-    needs_ranks=False,
+KEPT = replace(
+    TOTAL, name="toy.kept", properties={"result": Property(3, right_total), "argument kept": Property(1, kept)}
 )
-MEAN = Task(
-    "toy.mean",
-    "90_toys",
-    "mean",
-    "A mean over ranks",
-    1,
-    1,
-    1,
-    draw_mean,
-    observe_mean,
-    {"result": Property(2, right_mean)},
-)
-NOTED = Task(
-    "toy.noted",
-    "90_toys",
-    "mean",
-    "A mean by one all-reduce",
-    1,
-    1,
-    1,
-    draw_mean,
-    observe_noted,
-    {"result": Property(2, right_mean), "collectives": Property(1, one_reduction)},
+MEANS = {"function": "mean", "title": "A mean over ranks", "draw": draw_mean, "needs_ranks": True}
+MEAN = replace(TOTAL, name="toy.mean", observe=observe_mean, properties={"result": Property(2, right_mean)}, **MEANS)
+NOTED = replace(
+    MEAN,
+    name="toy.noted",
+    observe=observe_noted,
+    properties={"result": Property(2, right_mean), "collectives": Property(1, one_reduction)},
 )
 TASKS = {task.name: task for task in (TOTAL, KEPT, MEAN, NOTED)}
