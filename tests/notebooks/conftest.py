@@ -4,12 +4,14 @@ A lesson measures times, and says what it measured; no test demands how they com
 those of that run, and that all that is counted bears out what the page claims (tools/claims.py).
 """
 
+import ast
 import contextlib
 import html
 import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import nbformat
@@ -24,6 +26,32 @@ CELL_SECONDS = 960
 """More than any cell takes; the error names the cell, which pytest's limit for the whole lesson does not."""
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+
+
+def page(name):
+    """The stored page of a lesson: its cells, and its prose and its code as one text each."""
+    cells = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells
+    prose, code = ("\n".join(cell.source for cell in cells if cell.cell_type == kind) for kind in ("markdown", "code"))
+    return SimpleNamespace(cells=cells, prose=prose, code=code)
+
+
+def defined(name, *first_lines, **names):
+    """Those names, and the functions and classes of the page's cells that begin so; nothing else of them is run."""
+    for first in first_lines:
+        source = next(cell.source for cell in page(name).cells if cell.source.startswith(first))
+        found = [node for node in ast.parse(source).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        exec(compile(ast.Module(found, []), name, "exec"), names)
+    return names
+
+
+def assert_quoted(name, error):
+    """The lesson explains an error under its own words, as far as they tell it from others."""
+    assert error[:32] in " ".join(page(name).prose.split()), f"lesson {name} does not quote {error!r}"
+
+
+def stored(name):
+    """What the stored page recorded, and its takeaways."""
+    return recorded(NOTEBOOKS / f"{name}.ipynb") | {"takeaways": takeaways(page(name))}
 
 
 def execute(name, folder, cell_seconds=CELL_SECONDS, forked=True, **parameters):
@@ -56,12 +84,8 @@ def execute(name, folder, cell_seconds=CELL_SECONDS, forked=True, **parameters):
         "nbclient now and then waits for ever for a cell with an Output widget: jupyter/nbclient, issue 312"
     )
     assert claims.untrue(done, counted_only=True) == []
-    asked = [
-        output.data[QUESTION]["name"]
-        for cell in notebook.cells
-        for output in cell.get("outputs", [])
-        if QUESTION in output.get("data", {})
-    ]
+    outputs = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
+    asked = [data[QUESTION]["name"] for data in outputs if QUESTION in data]
     kept = json.loads(answers.read_text())[name]
     assert [question for question in asked if "measured" not in kept.get(question, {})] == [], (
         "nobody can answer these before their results are shown, or nothing ever answers them"
@@ -70,7 +94,7 @@ def execute(name, folder, cell_seconds=CELL_SECONDS, forked=True, **parameters):
 
 
 def takeaways(notebook):
-    """What the boxes of a run lesson say, as text."""
+    """What the boxes of a notebook, or of a page, say, as text."""
     shown = ["".join(o.get("data", {}).get("text/html", "")) for c in notebook.cells for o in c.get("outputs", [])]
     return [html.unescape(re.sub("<[^>]+>", "", text)) for text in shown if "<b>Takeaway.</b>" in text]
 
@@ -85,3 +109,9 @@ def says(values, words):
 def run_lesson(tmp_path_factory):
     """A function (name, **parameters) -> recorded values of a fresh run."""
     return lambda name, **parameters: execute(name, tmp_path_factory.mktemp("lesson"), **parameters)
+
+
+@pytest.fixture(scope="module")
+def lesson(request, run_lesson):
+    """Recorded values of a fresh run, by the module's PARAMETERS, of the lesson that it is named after."""
+    return run_lesson(request.path.stem.removeprefix("test_"), **request.module.PARAMETERS)

@@ -1,16 +1,13 @@
 """What lesson 00 claims, on the values that its cells recorded."""
 
-import math
 import re
 import statistics
 
-import nbformat
 import pytest
 
 from course_lib.commands.doctor_checks import CHECKS
-from course_lib.data import bundled
 from course_lib.system import machine
-from tests.notebooks.conftest import NOTEBOOKS, says
+from tests.notebooks.conftest import NOTEBOOKS, page, says
 
 WORLD_SIZE, REPEATS = 2, 1
 
@@ -41,14 +38,17 @@ def test_it_says_what_starts_took_and_shared(values):
     assert 0 < values["private_megabytes"] <= values["resident_megabytes"]
 
 
-def test_ranks_are_processes_of_their_own(values):
-    assert [rank for rank, _ in values["ranks"]] == list(range(WORLD_SIZE))
-    assert len({pid for _, pid in values["ranks"]}) == WORLD_SIZE
+def test_ranks_are_processes_of_their_own_and_told_who_they_are_and_where_to_meet(values):
+    ranks, pids = zip(*values["ranks"], strict=True)
+    assert list(ranks) == list(range(WORLD_SIZE)) and len(set(pids)) == WORLD_SIZE
+    told = [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in values["told"]]
+    assert told == [(str(rank), str(rank), str(WORLD_SIZE)) for rank in range(WORLD_SIZE)]
+    assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in values["told"]}) == 1
 
 
 def test_ranks_differ_before_the_all_reduce_and_agree_after(values):
     assert values["before"] == list(range(WORLD_SIZE))
-    assert values["after"] == [values["sum_of_ranks"]] * WORLD_SIZE == [sum(range(WORLD_SIZE))] * WORLD_SIZE
+    assert values["after"] == [values["sum_of_ranks"]] * WORLD_SIZE
     assert says(
         values,
         f"a rank sends {values['all_reduce_gb_per_s']:.2f} GB/s, "
@@ -59,22 +59,6 @@ def test_ranks_differ_before_the_all_reduce_and_agree_after(values):
 def test_a_script_of_ones_own_meets_by_hand_and_by_torchrun(values):
     lines = [f"rank {rank} of {WORLD_SIZE} has the sum {sum(range(WORLD_SIZE))}" for rank in range(WORLD_SIZE)]
     assert values["said"] == {"by hand": lines, "torchrun": lines}
-
-
-def test_the_classes_are_as_the_text_counts_them():
-    """The claims have both numbers, ln C and the entropy."""
-    labels = list(bundled.load_tweets()["train"]["label"])
-    shares = [labels.count(label) / len(labels) for label in set(labels)]
-    assert math.log(len(shares)) == pytest.approx(1.0986, abs=1e-3)
-    assert -sum(share * math.log(share) for share in shares) == pytest.approx(0.963, abs=1e-3)
-
-
-def test_each_rank_is_told_who_it_is_and_where_to_meet(values):
-    told = values["told"]
-    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in told] == [
-        (str(rank), str(rank), str(WORLD_SIZE)) for rank in range(WORLD_SIZE)
-    ]
-    assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in told}) == 1
 
 
 def test_it_says_how_fast_the_ranks_were_beside_one(values):
@@ -91,13 +75,6 @@ def test_it_says_how_fast_the_ranks_were_beside_one(values):
     assert values["talk_share"] > 0
 
 
-def test_the_text_explains_a_speed_up_above_n_too():
-    cells = nbformat.read(NOTEBOOKS / "00_start_here.ipynb", as_version=4).cells
-    pages = (" ".join(cell.source.split()) for cell in cells if cell.cell_type == "markdown")
-    (text,) = (page for page in pages if "Two things keep it below" in page)
-    assert "If it comes out above $N$" in text
-
-
 def test_the_engines_run_and_nothing_needed_is_missing(values):
     assert values["not_ok"].keys() <= {check.name for check in CHECKS} - {"CPU processes", "FSDP2", "DeepSpeed"}
     assert ("bf16" in values["not_ok"]) != values["native_bf16"]
@@ -106,11 +83,8 @@ def test_the_engines_run_and_nothing_needed_is_missing(values):
 
 
 def test_the_map_knows_the_lessons_that_are_here():
-    cells = nbformat.read(NOTEBOOKS / "00_start_here.ipynb", as_version=4).cells
-    (text,) = (cell.source for cell in cells if "## The map of the course" in cell.source)
-    rows = re.findall(r"^\| (\d\d) \| (.+?) \|", text, re.M)
-    there = [path.stem.split("_")[0] for path in sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))]
-    assert [number for number, _ in rows] == there and len(rows) >= 15
+    rows = re.findall(r"^\| (\d\d) \| ", page("00_start_here").prose, re.M)
+    assert rows == [path.stem.split("_")[0] for path in sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))]
 
 
 def test_each_error_is_the_one_that_the_text_explains(values):

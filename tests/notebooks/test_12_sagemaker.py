@@ -1,6 +1,5 @@
 """What lesson 12 claims, measured anew, with no network but the loopback interface and no account."""
 
-import nbformat
 import pytest
 
 from course_lib.cloud.job import Job
@@ -10,7 +9,7 @@ from course_lib.config import build
 from course_lib.errors import ConfigError
 from course_lib.launching.netns import in_own_network
 from course_lib.lessons.cloud.figures import losses_by_attempt
-from tests.notebooks.conftest import NOTEBOOKS, says
+from tests.notebooks.conftest import assert_quoted
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 STEPS, INTERRUPT_AFTER = 24, 3
@@ -22,33 +21,10 @@ def lesson(run_lesson):
     return in_own_network(run_lesson, "12_sagemaker", world_size=1, steps=STEPS, interrupt_after=INTERRUPT_AFTER)
 
 
-def test_the_request_has_its_parts(lesson):
-    assert {
-        "HyperParameters",
-        "InputDataConfig",
-        "ResourceConfig",
-        "StoppingCondition",
-        "CheckpointConfig",
-        "OutputDataConfig",
-        "RoleArn",
-        "AlgorithmSpecification",
-    } <= set(lesson["parts_of_the_request"])
-
-
-def test_the_class_of_the_sdk_is_typed_on_the_page_and_makes_the_same_request(lesson):
+def test_the_class_of_the_sdk_makes_the_same_request(lesson):
     assert {"ResourceConfig", "StoppingCondition", "RoleArn"} <= set(lesson["same_as_by_hand"])
+    assert {"HyperParameters", "InputDataConfig", "CheckpointConfig"} <= set(lesson["parts_of_the_request"])
     assert set(lesson["parts_of_the_request"]) <= set(lesson["parts_by_hand"])
-    cells = nbformat.read(NOTEBOOKS / "12_sagemaker.ipynb", as_version=4).cells
-    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
-    for typed in (
-        "ModelTrainer(",
-        "configs.SourceCode(",
-        "configs.Compute(",
-        "Torchrun(",
-        "trainer.train(",
-        "source(sagemaker.model_trainer)",
-    ):
-        assert typed in code, typed
 
 
 def test_the_interrupted_job_goes_on_after_the_step_that_was_running(lesson):
@@ -57,14 +33,12 @@ def test_the_interrupted_job_goes_on_after_the_step_that_was_running(lesson):
 
 
 def test_model_and_metrics_came_back(lesson):
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(lesson["files_of_the_model"])
     assert lesson["label"] in ("negative", "neutral", "positive")
     assert {"train:loss", "eval:accuracy", "eval:macro_f1"} <= lesson["final_metrics"].keys()
     assert 0 < lesson["final_metrics"]["train:learning_rate"] < 1e-3, "of the last step, one before the schedule's 0"
 
 
 def test_every_launcher_has_a_script(lesson):
-    assert says(lesson, "3 launchers, one job")
     assert lesson["lines_of_each_script"].keys() == {"slurm", "torchrun", "accelerate"}
     assert min(lesson["lines_of_each_script"].values()) >= 5
 
@@ -79,21 +53,16 @@ def test_attempts_are_told_apart():
     assert losses_by_attempt(log) == [{1: 1.5}, {2: 1.25}]
 
 
-def test_what_goes_wrong_says_what_the_lesson_says():
-    told = []
-    for attempt in (
+@pytest.mark.parametrize(
+    "attempt",
+    [
         lambda: Job(build({"num_processes": 3}), "ml.m5.xlarge", 2),
         lambda: Account("admin"),
         lambda: Account(ROLE, environment={"WANDB_API_KEY": "x"}),
-    ):
-        with pytest.raises((ConfigError, CloudError)) as error:
-            attempt()
-        told.append(str(error.value))
-    cells = nbformat.read(NOTEBOOKS / "12_sagemaker.ipynb", as_version=4).cells
-    prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-    headings = [
-        line.removeprefix("- **").split("**")[0].strip("` ") for line in prose.splitlines() if line.startswith("- **`")
-    ]
-    assert len(headings) == 3
-    for message, heading in zip(told, headings, strict=True):
-        assert message.startswith(heading)
+    ],
+    ids=["ranks", "role", "key"],
+)
+def test_what_goes_wrong_says_what_the_lesson_says(attempt):
+    with pytest.raises((ConfigError, CloudError)) as error:
+        attempt()
+    assert_quoted("12_sagemaker", str(error.value))

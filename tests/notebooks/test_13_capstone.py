@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 
-import nbformat
 import pytest
 
 from course_lib.cloud.job import Job, accelerators, estimate
@@ -13,12 +12,12 @@ from course_lib.errors import ConfigError
 from course_lib.lessons.capstone import decisions, rehearsal
 from course_lib.lessons.capstone import rubric as judged
 from course_lib.lessons.capstone.rehearsal import Broken, Resumed, Tracked
-from course_lib.lessons.notebook import recorded
 from course_lib.tracking.base import RunInfo
 from course_lib.tracking.jsonl import JsonLinesTracker
 from tests.narrow_presets import narrow_presets  # noqa: F401
-from tests.notebooks.conftest import NOTEBOOKS, says, takeaways
+from tests.notebooks.conftest import says, stored
 
+RENTED = {"model": "gpt2-xl", "dataset": "dair-ai/emotion", "max_length": 64, "learning_rate": 1e-5, "save_steps": 50}
 DECISIONS = {
     "dataset": "tweets",
     "recipe": {"task": "classification", "learning_rate": 5e-4, "max_length": 32},
@@ -33,13 +32,7 @@ DECISIONS = {
     "other": {"strategy": "ddp"},
     "seeds": [1, 2],
     "rows": 16_000,
-    "rented": {
-        "model": "gpt2-xl",
-        "dataset": "dair-ai/emotion",
-        "max_length": 64,
-        "learning_rate": 1e-5,
-        "save_steps": 50,
-    },
+    "rented": RENTED,
     "instance_type": "ml.g5.12xlarge",
     "instance_count": 1,
     "hours": 0.6,
@@ -61,65 +54,56 @@ def lesson(run_lesson, tmp_path_factory):
     ) | {"folder": folder}
 
 
-def stored():
+@pytest.fixture(scope="module")
+def shown():
     """What the committed notebook shows, which was run with its own decisions."""
-    path = NOTEBOOKS / "13_capstone.ipynb"
-    return recorded(path) | {"takeaways": takeaways(nbformat.read(path, as_version=4))}
+    return stored("13_capstone")
 
 
 def test_the_plan_was_met_where_formulas_know_better_than_guesses(lesson):
     parameters = lesson["states_MiB"] * 2**20 / 8  # 16 bytes by 2 ranks
     assert lesson["sent_MB"] * 1e6 == pytest.approx(3 * 4 * parameters / 2, rel=judged.CLOSE)
-    assert lesson["sent_over_planned"] == pytest.approx(1, abs=0.03)
-    assert stored()["sent_over_planned"] == pytest.approx(1, abs=0.03), "and where half of the model is its embedding"
     assert lesson["fits"] and lesson["layout"] == "FSDP"
     assert 0 < lesson["hours_planned"] < lesson["hours_at_worst"] <= 0.6
 
 
-def test_the_yardstick_is_a_constant_that_knows_the_class_shares(lesson):
+def test_the_yardstick_is_a_constant_that_knows_the_class_shares(lesson, shown):
     """Counted from the rows themselves: 655, 597 and 1,783 in training, 48, 44 and 108 of the 200 that are scored."""
     train, scored = (655, 597, 1783), (48, 44, 108)
     shares = [math.log((count + 1) / (sum(train) + 3)) for count in train]
     constant = -sum(n * share for n, share in zip(scored, shares, strict=True)) / 200
-    assert constant == pytest.approx(1.013, abs=5e-4) and constant < math.log(3)
-    for values in (lesson, stored()):
+    for values, learned in ((lesson, "that it has learned anything"), (shown, "it has")):
         assert values["constant_loss"] == pytest.approx(constant, abs=1e-6)
-        assert values["learned"] == (values["test_loss"] < values["loss_high"] < constant)
-        learned = "it has" if values["learned"] else "that it has learned anything"
+        assert values["learned"] == (values["test_loss"] < values["loss_high"] < constant) == (values is shown)
         assert says(
             values,
             f"test loss is {values['test_loss']:.3f}, {values['loss_high']:.3f} at the upper end of "
             f"its interval, a constant's {constant:.3f}: {learned}",
         )
-    assert not lesson["learned"] and lesson["test_loss"] < math.log(3), "a tiny model from scratch beats guessing only"
-    assert stored()["learned"] and stored()["macro_f1_low"] > lesson["majority_macro_f1"] > 0
+    assert lesson["test_loss"] < math.log(3), "a tiny model from scratch beats guessing only"
+    assert shown["macro_f1_low"] > lesson["majority_macro_f1"] > 0
 
 
 def test_it_was_killed_and_came_back_to_the_bit(lesson):
     assert lesson["checkpoint_left"] == "checkpoint-000006" and lesson["steps_lost"] == 2
-    assert stored()["steps_lost"] == 6, "a checkpoint was due at the step of the kill"
     assert lesson["not_resumed_because"] == ""
 
 
-def test_arms_that_differ_in_the_strategy_alone_learn_the_same(lesson):
+def test_arms_that_differ_in_the_strategy_alone_learn_the_same_and_others_have_something_to_decide(lesson, shown):
     assert sorted(lesson["fields_that_differ"]) == ["seed", "strategy"]
     assert abs(lesson["gap"]) < judged.ROUNDING < lesson["spread_over_seeds"]
     assert says(lesson, "differ by rounding alone") and lesson["which_loss_is_lower"] == "the two are not told apart"
+    assert sorted(shown["fields_that_differ"]) == ["learning_rate", "seed", "strategy"]
+    assert min(abs(shown["gap"]), shown["error_of_the_gap"]) > judged.ROUNDING and says(shown, "standard errors of")
 
 
-def test_the_stored_arms_have_a_difference_to_decide():
-    assert sorted(stored()["fields_that_differ"]) == ["learning_rate", "seed", "strategy"]
-    assert abs(stored()["gap"]) > judged.ROUNDING and stored()["error_of_the_gap"] > judged.ROUNDING
-    assert says(stored(), "standard errors of")
-
-
-def test_the_page_says_what_the_notebook_recorded(lesson):
-    assert len(judged.CRITERIA) == stored()["criteria_met"] == 11 and stored()["not_met"] == {}
+def test_the_page_says_what_the_notebook_recorded(lesson, shown):
+    assert len(judged.CRITERIA) == shown["criteria_met"] and shown["not_met"] == {}
     (reason,) = lesson["not_met"].values()
-    assert lesson["criteria_met"] == 10 and "constant" in reason
-    assert lesson["dollars_at_most"] == pytest.approx(7.09 * 0.6) and lesson["lines_of_the_job"] > 20
-    page = (lesson["folder"] / judged.REPORT).read_text(encoding="utf-8")
-    assert page.count("- [x] ") == 10 and "In my own words" in page and "rank 1 was killed by SIGKILL" in page
+    assert lesson["criteria_met"] == len(judged.CRITERIA) - 1 and "constant" in reason
+    assert lesson["dollars_at_most"] == pytest.approx(7.09 * 0.6)
+    written = (lesson["folder"] / judged.REPORT).read_text(encoding="utf-8")
+    assert written.count("- [x] ") == lesson["criteria_met"] and "rank 1 was killed by SIGKILL" in written
     kept = json.loads((lesson["folder"] / judged.EVIDENCE).read_text(encoding="utf-8"))
     assert kept["project"]["seeds"] == [1, 2] and len(kept["runs"]) == 4
 
@@ -142,20 +126,16 @@ def evidence(project, **changed):
         for seed in (1, 2)
         for arm in ("chosen", "other")
     ]
-    whole = Resumed("", 1000, 0, record(1, 16))
-    killed = Broken("rank 1 was killed by SIGKILL", True, 13, "checkpoint-000010", 3, {1: 1.1})
-    return judged.Evidence(
-        **{
-            "rented": plan,
-            "here": decisions.Here(16.0, 10.0, 300.0, 1.03, 3, 0.23),
-            "runs": runs,
-            "differing": ["strategy", "seed"],
-            "broken": killed,
-            "resumed": whole,
-            "submitted": job,
-        }
-        | changed
-    )
+    good = {
+        "rented": plan,
+        "here": decisions.Here(16.0, 10.0, 300.0, 1.03, 3, 0.23),
+        "runs": runs,
+        "differing": ["strategy", "seed"],
+        "broken": Broken("rank 1 was killed by SIGKILL", True, 13, "checkpoint-000010", 3, {1: 1.1}),
+        "resumed": Resumed("", 1000, 0, record(1, 16)),
+        "submitted": job,
+    }
+    return judged.Evidence(**good | changed)
 
 
 def runs_with(arm="both", **changed):
@@ -170,11 +150,9 @@ ALIVE = Broken("nothing: there is no step 99", False, 16, "checkpoint-000015", 1
 NOTHING_TO_SEND = {"fits", "ends_in_time", "bounded", "interruption_is_cheap"}
 BAD = [  # decisions, what they leave, the criteria that fail, and a word of the reason
     ({"strategy": "ddp"}, dict, NOTHING_TO_SEND, "gpt2-xl does not fit on 4 x A10G"),
-    ({"rented": DECISIONS["rented"] | {"model": "llama-70b"}}, dict, NOTHING_TO_SEND, "does not fit on 4 x A10G"),
     ({"hours": 0.4}, dict, {"ends_in_time"}, "give it more hours"),
     ({}, lambda: {"runs": runs_with("chosen", states=13.0)}, {"states_predicted"}, "off by +23.1%"),
     ({}, lambda: {"runs": runs_with("chosen", sent=12.0)}, {"bytes_predicted"}, "off by -16.7%"),
-    ({}, lambda: {"runs": runs_with("chosen", loss=1.2)}, {"learned"}, "more steps"),
     ({}, lambda: {"runs": runs_with("chosen", loss=1.05)}, {"learned"}, "no better than a constant"),
     ({}, lambda: {"runs": runs_with("chosen", loss_high=1.04)}, {"learned"}, "the 95 % interval over the scored rows"),
     ({}, lambda: {"runs": runs_with("chosen", macro_f1_low=0.2)}, {"learned"}, "may be as low as 0.20"),
@@ -193,8 +171,8 @@ BAD = [  # decisions, what they leave, the criteria that fail, and a word of the
     ({}, lambda: {"differing": ["strategy", "seed", "weight_decay"]}, {"fair"}, "differ in weight_decay too"),
     ({}, lambda: {"runs": runs_with()[:2]}, {"error_known"}, "two different seeds"),
     ({"budget": 3.0}, dict, {"bounded"}, "lower the hours"),
-    ({"rented": DECISIONS["rented"] | {"save_steps": 0}}, dict, {"interruption_is_cheap"}, "save_steps is 0"),
-    ({"rented": DECISIONS["rented"] | {"save_steps": 5000}}, dict, {"interruption_is_cheap"}, "save more often"),
+    ({"rented": RENTED | {"save_steps": 0}}, dict, {"interruption_is_cheap"}, "save_steps is 0"),
+    ({"rented": RENTED | {"save_steps": 5000}}, dict, {"interruption_is_cheap"}, "save more often"),
 ]
 
 
@@ -209,7 +187,7 @@ def test_good_evidence_passes():
 
 
 def test_every_criterion_is_failed_by_some_bad_decision():
-    assert len(BAD) == 21 and set().union(*(names for _, _, names, _ in BAD)) == {c.__name__ for c in judged.CRITERIA}
+    assert set().union(*(names for _, _, names, _ in BAD)) == {each.__name__ for each in judged.CRITERIA}
 
 
 @pytest.mark.parametrize(("decided", "left", "names", "reason"), BAD)
@@ -244,7 +222,7 @@ def test_the_arms_are_compared_seed_by_seed(losses, said):
 
 @pytest.mark.parametrize("strategy", list(decisions.LAYOUTS))
 def test_what_a_gpu_holds_at_least_is_less_than_what_the_planner_needs(strategy):
-    rented = DECISIONS["rented"] | {"model": "facebook/opt-1.3b"}
+    rented = RENTED | {"model": "facebook/opt-1.3b"}
     project = decisions.Project.of(DECISIONS | {"strategy": strategy, "rented": rented})
     parameters = decisions.models.load("facebook/opt-1.3b", head=False).parameters
     least = decisions.states_at_least(project, parameters, 4)
@@ -260,23 +238,14 @@ def test_seeds_that_were_changed_are_found_in_what_the_trackers_kept(tmp_path):
     configs = project.arms(tmp_path)
     assert [config.run.seed for config in configs] == [1, 7, 2, 7]
     for config in configs:
-        tracker = JsonLinesTracker(
-            RunInfo(config.output_dir.name, config.output_dir.name, "project", None, config.output_dir / "tracking")
-        )
+        name, kept = config.output_dir.name, config.output_dir / "tracking"
+        tracker = JsonLinesTracker(RunInfo(name, name, "project", None, kept))
         tracker.start()
         tracker.store_init_configuration(flatten(config) | {"world_size": 2})
         for step in range(1, 17):
             tracker.log({"train/loss": 1.0, "train/seconds": step / 10, "train/samples_per_second": 160.0}, step)
-        tracker.log(
-            {
-                "capstone/states": 16.0,
-                "capstone/sent": 9.0,
-                "test/loss": 1.0,
-                "test/loss_high": 1.01,
-                "test/macro_f1_low": 0.3,
-            },
-            16,
-        )
+        scores = {"test/loss": 1.0, "test/loss_high": 1.01, "test/macro_f1_low": 0.3}
+        tracker.log({"capstone/states": 16.0, "capstone/sent": 9.0} | scores, 16)
         tracker.finish()
     runs, differing = rehearsal.read_back(tmp_path)
     assert differing == ["strategy", "seed"] and [run.samples for run in runs] == [256] * 4
@@ -313,13 +282,10 @@ def test_an_arm_with_another_batch_sees_as_many_rows(tmp_path):
         ({"steps": 4}, "a run of 4 steps"),
         ({"other": {"batch_size": 80}}, "a run of 2 steps"),
         ({"other": {"strategi": "ddp"}}, "strategy"),
+        ({"budget": None}, "no decision about budget"),
     ],
 )
 def test_impossible_decisions_are_refused_in_a_line(decided, says, tmp_path):
+    made = {name: value for name, value in (DECISIONS | decided).items() if value is not None}
     with pytest.raises(ConfigError, match=says):
-        decisions.Project.of(DECISIONS | decided).arms(tmp_path)
-
-
-def test_a_decision_that_is_missing_is_named():
-    with pytest.raises(ConfigError, match="no decision about budget"):
-        decisions.Project.of({name: value for name, value in DECISIONS.items() if name != "budget"})
+        decisions.Project.of(made).arms(tmp_path)

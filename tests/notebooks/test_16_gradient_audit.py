@@ -6,28 +6,21 @@ import pytest
 
 from tests.notebooks.conftest import says
 
-
-@pytest.fixture(scope="module")
-def lesson(run_lesson):
-    return run_lesson("16_gradient_audit", device="auto", world_size=2, steps=30)
+PARAMETERS = {"device": "auto", "world_size": 2, "steps": 30}
 
 
 def test_adam_divides_a_factor_out_and_the_curves_agree(lesson):
     assert lesson["gradients_times"] == pytest.approx(2, rel=1e-5)
-    assert lesson["first_step"] == pytest.approx(1, abs=1e-3)
-    assert lesson["losses_apart"] < 1e-4 < 0.5 < lesson["loss_fell"]
     assert says(lesson, "Adam divides a constant factor out: gradients 2.00 times too large, losses")
 
 
 def test_what_nobody_reduces_drifts_apart_and_with_clipping_all_does(lesson):
-    assert (lesson["ranks_differ"], lesson["ranks_differ_clipped"]) == (1, 9)
     assert says(lesson, "2 of 5 settings show a factor of 2.")
     assert says(lesson, "with clipping 9 of 9 parameters drift apart.")
 
 
 def test_the_audit_by_hand_accuses_nobody_who_is_right_and_names_factor_and_axis(lesson):
-    assert lesson["accused_of_the_right"] == 0 and lesson["right_loss_off"] < 1e-12
-    assert lesson["example_loss_apart"] < 1e-12
+    assert max(lesson["right_loss_off"], lesson["example_loss_apart"]) < 1e-12
     ratios = lesson["example_ratios"]
     assert {name for name, ratio in ratios.items() if abs(ratio - 1) > 1e-9} == {"norm.weight", "norm.bias"}
     assert ratios["norm.weight"] == pytest.approx(3) and len(ratios) == 9
@@ -36,20 +29,13 @@ def test_the_audit_by_hand_accuses_nobody_who_is_right_and_names_factor_and_axis
     assert lesson["tolerances"]["float32"] < 1e-3 < lesson["tolerances"]["bfloat16"] < 0.1
 
 
+OF_ITS_OWN = "no factor: each rank has its own"
 WRONG = {
     1: ("all nine", "1/3", "0.3333 times the right one, the size of tp"),
-    2: (
-        "those of norm, and embedding.weight",
-        "no factor: each rank has its own",
-        "each rank of tp has its own part; their sum is the right one",
-    ),
+    2: ("those of norm, and embedding.weight", OF_ITS_OWN, "of tp has its own part; their sum is the right one"),
     3: ("down.bias", "1/3", "0.3333 times the right one, the size of tp"),
     4: ("all nine", "another factor", "times the right one, the size of no axis"),
-    5: (
-        "up.weight and down.weight",
-        "no factor: each rank has its own",
-        "each rank of dp has its own part; their mean is the right one",
-    ),
+    5: ("up.weight and down.weight", OF_ITS_OWN, "of dp has its own part; their mean is the right one"),
 }
 
 
@@ -64,20 +50,16 @@ def test_each_engine_of_the_hunt_is_caught_though_its_loss_is_right(lesson, numb
 
 
 def test_two_data_ranks_alone_show_one_of_the_five(lesson):
-    assert lesson["shown_by_two_data_ranks"] == 1
     assert says(lesson, "Two data ranks alone show 1 of the five")
 
 
 def test_ours_says_it_in_a_sentence(lesson):
-    assert lesson["audited"].pop("dp2") == [] and set(lesson["audited"]) == {"tp3", "dp2 × tp3"}
-    for sentences in lesson["audited"].values():
-        (sentence,) = sentences
+    assert lesson["audited"]["dp2"] == []
+    for layout in ("tp3", "dp2 × tp3"):
+        (sentence,) = lesson["audited"][layout]
         assert sentence.startswith("`norm.weight`, `norm.bias`: 3 times the reference, the size of tp: summed over it")
     assert re.match(
         "dp3: `embedding.weight`, .* and 6 more: 0.3333 times the reference, the size of dp:", lesson["step_said"]
     )
     assert says(lesson, lesson["step_said"].split(": see")[0])
-
-
-def test_of_a_release_it_says_what_the_table_says(lesson):
     assert lesson["released_agree"] == 9 and "`model.layers.0.mlp.gate.weight`" in lesson["released_said"]

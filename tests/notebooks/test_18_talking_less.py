@@ -5,10 +5,7 @@ import pytest
 from course_lib.parallel.communication.hooks import all_reduce_bytes
 from tests.notebooks.conftest import says
 
-
-@pytest.fixture(scope="module")
-def lesson(run_lesson):
-    return run_lesson("18_talking_less", device="auto", world_size=2, steps=12, sync_every=4, long=48)
+PARAMETERS = {"device": "auto", "world_size": 2, "steps": 12, "sync_every": 4, "long": 48}
 
 
 def test_a_step_waits_for_a_slow_link(lesson):
@@ -27,7 +24,7 @@ def test_diloco_at_h_1_is_one_process_its_sign_matters_and_its_first_step_goes_b
 
 def test_bytes_are_the_formula_and_torchs_hook_sends_as_many(lesson):
     counted = lesson["bytes_counted"]
-    assert counted == lesson["bytes_by_formula"] and len(counted) == 5
+    assert counted == lesson["bytes_by_formula"]
     assert lesson["torchs_bytes_over_ours"] == 1 and lesson["top_k_share"] == 2.0 == 100 * 0.01 * 2
     assert counted["top-k, 1 %"] < counted["int4"] < counted["PowerSGD"] < counted["int8"] < counted["all-reduce"]
     assert says(lesson, f"int4 sends {counted['int4'] / counted['all-reduce']:.2f} of an all-reduce's bytes")
@@ -40,7 +37,6 @@ def test_with_feedback_nothing_is_lost_and_adamw_makes_little_of_a_lump(lesson):
 
 def test_all_ways_are_timed_over_each_link(lesson):
     seconds = {way: list(map(float, of_links)) for way, of_links in lesson["seconds_to_target"].items()}
-    assert len(seconds) == 8 and len(lesson["last_losses"]) == 8
     best = min(seconds, key=lambda way: seconds[way][-1])
     assert best == lesson["first_at_10"] != "all-reduce" and seconds[best][-1] < seconds["all-reduce"][-1] / 2
     times = seconds["all-reduce"][-1] / seconds[best][-1]

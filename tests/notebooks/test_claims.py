@@ -13,7 +13,6 @@ from tools import claims, notebooks
 
 @pytest.mark.parametrize("name", LESSONS)
 def test_the_stored_page_bears_out_its_words(name):
-    assert len(claims.of_lesson(name)) >= 3
     assert claims.untrue(NOTEBOOKS / f"{name}.ipynb") == []
 
 
@@ -22,15 +21,12 @@ def page(tmp_path, monkeypatch):
     """A function (words, claim, gain) -> path of an executed notebook that says the words and recorded the gain."""
 
     def write(words, claim, gain=0.84):
+        entry = {MIME: {"name": "gain", "value": gain}, "text/plain": ""}
         cells = [
             nbformat.v4.new_code_cell("ranks = 2", metadata={"tags": ["parameters"]}),
             nbformat.v4.new_code_cell("ranks = 3", metadata={"tags": ["injected-parameters"]}),
             nbformat.v4.new_markdown_cell(words),
-            nbformat.v4.new_code_cell(
-                outputs=[
-                    nbformat.v4.new_output("display_data", {MIME: {"name": "gain", "value": gain}, "text/plain": ""})
-                ]
-            ),
+            nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("display_data", entry)]),
         ]
         nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "lesson.ipynb")
         (tmp_path / "lesson.yaml").write_text(claim, encoding="utf-8")

@@ -1,24 +1,17 @@
-"""Lessons in JupyterLab, in a real browser: drawings show, links open, every question is answered, one by keyboard.
+"""Lessons in JupyterLab, in a real browser: drawings show, links resolve, each question is answered, one by keyboard.
 
-`make browser` runs this file and fails where Chromium and its driver are missing. Debian and Ubuntu have both as
-packages: chromium and chromium-driver.
+`make browser` runs this file and fails where Chromium and its driver are missing.
 """
 
 import contextlib
 import json
-import os
 import posixpath
 import shutil
-import signal
-import subprocess
-import time
 import urllib.parse
 
 import nbformat
 import pytest
-from selenium import webdriver
 from selenium.common.exceptions import WebDriverException
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -26,14 +19,13 @@ from selenium.webdriver.common.keys import Keys
 from course_lib.lessons import notebook
 from course_lib.lessons.notebook import QUESTION
 from tests import waiting
-from tests.notebooks.test_lab import LINK, ROOT, TOKEN, commands_of_make
+from tests.browsing import chromium, needs_a_browser
+from tests.notebooks.test_lab import LINK, ROOT, TOKEN, started
 
-CHROMIUM, DRIVER = shutil.which("chromium") or shutil.which("google-chrome"), shutil.which("chromedriver")
 LESSONS = sorted(path.stem for path in ROOT.glob("notebooks/*.ipynb"))
 BY_KEYBOARD = "02_data_parallel"
 WARNS = "10_faults_and_hangs"  # once: torch's own words about a rank that did not come
 ACTIVE = ".jp-NotebookPanel:not(.lm-mod-hidden) "
-TABS = "#jp-main-dock-panel .lm-TabBar-tab"
 POSITION = f"""const cells = [...document.querySelectorAll("{ACTIVE}.jp-Notebook .jp-Cell")];
                return cells.findIndex(each => each.classList.contains("jp-mod-active"))"""
 SETTINGS = {
@@ -41,15 +33,12 @@ SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER) and not os.environ.get("BROWSER_TESTS"), reason="no browser"),
-]
+pytestmark = [pytest.mark.long, needs_a_browser]
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """Address of JupyterLab over a copy of the course, as `make lab` starts it."""
+    """Address of JupyterLab over a copy of the course, and the copy."""
     private = tmp_path_factory.mktemp("lab")
     course = private / "course"
     shutil.copytree(ROOT, course, ignore=shutil.ignore_patterns(".*", "runs", "build", "__pycache__", "*.egg-info"))
@@ -58,45 +47,14 @@ def lab(tmp_path_factory):
         path = settings / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values))
-    environment = os.environ | {
-        "JUPYTER_RUNTIME_DIR": str(private),
-        "JUPYTER_CONFIG_DIR": str(private / "config"),
-        "JUPYTER_DATA_DIR": str(private / "data"),
-        "JUPYTER_TOKEN": TOKEN,
-    }
-    trust, start = commands_of_make()
-    subprocess.run(trust, cwd=course, env=environment, check=True, timeout=480)
-    log = private / "log"
-    with log.open("w") as out:
-        server = subprocess.Popen(
-            start, cwd=course, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        while not (about := list(private.glob("jpserver-*.json"))) or "is running at" not in log.read_text():
-            assert server.poll() is None, log.read_text()
-            time.sleep(0.1)
-        yield json.loads(about[0].read_text())["url"], course
-    finally:
-        server.terminate()
-        try:
-            server.wait(80)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait(80)
+    with started(course, private) as (address, _):
+        yield address, course
 
 
 @pytest.fixture(scope="module")
 def browser():
-    assert CHROMIUM and DRIVER, "install chromium and chromium-driver"
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1400,1000"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_page_load_timeout(120)
-    yield driver
-    driver.quit()
+    with chromium("--window-size=1400,1000") as driver:
+        yield driver
 
 
 def until(found, what):
@@ -111,6 +69,14 @@ def until(found, what):
 
 def select(browser, css):
     return browser.find_elements(By.CSS_SELECTOR, css)
+
+
+def outputs(browser, mime):
+    return select(browser, f"{ACTIVE}.jp-OutputArea-output[data-mime-type='{mime}']")
+
+
+def errors(browser):
+    return [each.text for each in outputs(browser, "application/vnd.jupyter.error")]
 
 
 def kernel_is(browser, word):
@@ -156,42 +122,10 @@ def local_links(cells):
     }
 
 
-def file_of(tab):
-    """The path that the tip of a tab names."""
-    lines = (tab.get_attribute("title") or "").splitlines()
-    return next((line.removeprefix("Path: ") for line in lines if line.startswith("Path: ")), "")
-
-
-def current_file(browser):
-    return next((file_of(tab) for tab in select(browser, f"{TABS}.lm-mod-current")), "")
-
-
-@pytest.mark.parametrize("lesson", LESSONS)
-def test_a_lesson_opens_with_its_drawings_and_every_link_opens_its_file(lesson, lab, browser):
-    cells = opened(browser, lab, lesson)
-    shown = f"{ACTIVE}.jp-OutputArea-output[data-mime-type='image/svg+xml']"
-    assert drawings(cells) == until(lambda: len(select(browser, shown)) + 1, "outputs") - 1
-    warnings = select(browser, f"{ACTIVE}.jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']")
-    assert len(warnings) == (lesson == WARNS)
-    for path in sorted(local_links(cells)):
-        anchor = until(
-            lambda path=path: next(
-                (
-                    each
-                    for each in select(browser, f"{ACTIVE}.jp-RenderedMarkdown a")
-                    if urllib.parse.urlsplit(each.get_attribute("href")).path.endswith(f"/files/{path}")
-                ),
-                None,
-            ),
-            path,
-        )
-        browser.execute_script("arguments[0].scrollIntoView()", anchor)
-        anchor.click()
-        until(lambda path=path: current_file(browser) == path, f"{path} is opened")
-        next(tab for tab in select(browser, TABS) if file_of(tab) == f"notebooks/{lesson}.ipynb").click()
-        until(lambda: current_file(browser) == f"notebooks/{lesson}.ipynb", "back again")
-    wrong = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
-    assert wrong == []
+def files_linked(browser):
+    """Files of the course that JupyterLab's links lead to; test_lab.py asks the server for each."""
+    links = [each.get_attribute("href") or "" for each in select(browser, f"{ACTIVE}.jp-RenderedMarkdown a")]
+    return {urllib.parse.urlsplit(link).path.partition("/files/")[2] for link in links}
 
 
 def answer(browser, cell):
@@ -206,14 +140,16 @@ def answer(browser, cell):
         else:
             line.find_element(By.CSS_SELECTOR, "input[placeholder='a number']").send_keys("1", Keys.TAB)
         button.click()
-        until(
-            lambda number=number: (
-                sum(each.text.startswith("kept: ") for each in cell.find_elements(By.CSS_SELECTOR, "[role='status']"))
-                == number
-            ),
-            "the answer is kept",
-        )
+        until(lambda number=number: kept(cell) == number, "the answer is kept")
     return len(buttons)
+
+
+def kept(cell):
+    return sum(each.text.startswith("kept: ") for each in cell.find_elements(By.CSS_SELECTOR, "[role='status']"))
+
+
+def questions(cell):
+    return sum(QUESTION in output.get("data", {}) for output in cell.get("outputs", ()))
 
 
 def has_run(browser):
@@ -223,25 +159,26 @@ def has_run(browser):
 
 
 @pytest.mark.parametrize("lesson", LESSONS)
-def test_every_question_of_a_lesson_is_answered_before_its_result_is_shown(lesson, lab, browser):
+def test_a_lesson_has_its_drawings_and_every_question_is_answered_before_its_result_is_shown(lesson, lab, browser):
     cells = opened(browser, lab, lesson)
+    assert drawings(cells) == until(lambda: len(outputs(browser, "image/svg+xml")) + 1, "outputs") - 1
+    assert len(outputs(browser, "application/vnd.jupyter.stderr")) == (lesson == WARNS)
+    assert files_linked(browser) >= local_links(cells)
+    assert [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
     keys = ActionChains(browser)
     browser.find_element(By.CSS_SELECTOR, f"{ACTIVE}.jp-Notebook").send_keys(Keys.ESCAPE)
     for number, cell in enumerate(cells):
         run_cells(browser, keys, 1)
-        if asked := sum(QUESTION in output.get("data", {}) for output in cell.get("outputs", ())):
+        if asked := questions(cell):
             until(lambda: has_run(browser), "the cells so far have run")
             on_page = select(browser, f"{ACTIVE}.jp-Notebook .jp-Cell")[number]
             assert answer(browser, on_page) == asked
             keys.send_keys(Keys.ESCAPE, Keys.ARROW_DOWN).perform()
             until(lambda number=number: browser.execute_script(POSITION) == number + 1, "the next cell is active")
     until(lambda: has_run(browser), "all cells have run")
-    assert [
-        each.text
-        for each in select(browser, f"{ACTIVE}.jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']")
-    ] == []
-    answered = sum(QUESTION in output.get("data", {}) for cell in cells for output in cell.get("outputs", ()))
-    assert sum("you:" in each.text for each in select(browser, f"{ACTIVE}.jp-RenderedHTMLCommon")) >= answered
+    assert errors(browser) == []
+    answers = [each for each in select(browser, f"{ACTIVE}.jp-RenderedHTMLCommon") if "you:" in each.text]
+    assert len(answers) >= sum(map(questions, cells))
 
 
 def test_a_learner_goes_through_a_lesson_by_keyboard_and_predicts(lab, browser):
@@ -268,8 +205,7 @@ def test_a_learner_goes_through_a_lesson_by_keyboard_and_predicts(lab, browser):
     run_cells(browser, keys, len(cells) - asks - 1)
     until(lambda: kernel_is(browser, "Busy"), "cells run")
     until(lambda: has_run(browser), "all cells have run")
-    mime = f"{ACTIVE}.jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
-    assert [each.text for each in select(browser, mime)] == []
+    assert errors(browser) == []
     assert any("you: 0.25" in each.text for each in select(browser, f"{ACTIVE}.jp-RenderedHTMLCommon"))
     keys.key_down(Keys.CONTROL).send_keys("s").key_up(Keys.CONTROL).perform()
     path = lab[1] / "notebooks" / f"{BY_KEYBOARD}.ipynb"

@@ -42,19 +42,11 @@ def stored(trees):
 
 
 def imported(trees):
-    """Modules and their members that code imports, by the name that it gives them."""
+    """What the import statements of code bind."""
     found = {}
     for node in (node for tree in trees for node in ast.walk(tree)):
-        if isinstance(node, ast.Import):
-            found |= {
-                each.asname or each.name.split(".")[0]: importlib.import_module(
-                    each.name if each.asname else each.name.split(".")[0]
-                )
-                for each in node.names
-            }
-        elif isinstance(node, ast.ImportFrom):
-            for each in node.names:
-                found[each.asname or each.name] = member(importlib.import_module(node.module), each.name)
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            exec(ast.unparse(node), found)
     return found
 
 

@@ -28,16 +28,10 @@ BY_SIZE: dict[str, set[str]] = {"06_fsdp": {"rows_where_prefetch_gains_most"}, "
 
 def measured(path):
     """Predicted and found value of each box of a run notebook, by name: those that are numbers."""
-    entries = [
-        output.get("data", {}).get(MIME, {})
-        for cell in nbformat.read(path, as_version=4).cells
-        for output in cell.get("outputs", [])
-    ]
-    return {
-        entry["name"]: (entry["predicted"], entry["value"])
-        for entry in entries
-        if isinstance(entry.get("predicted"), (int, float))
-    }
+    outputs = [output for cell in nbformat.read(path, as_version=4).cells for output in cell.get("outputs", [])]
+    entries = [output.get("data", {}).get(MIME, {}) for output in outputs]
+    numbers = [entry for entry in entries if isinstance(entry.get("predicted"), (int, float))]
+    return {entry["name"]: (entry["predicted"], entry["value"]) for entry in numbers}
 
 
 def comes_out(pair):
