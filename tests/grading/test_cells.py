@@ -27,7 +27,7 @@ LIKE_IPYTHON = [
     "np.arr*?\n" + DEF,
     "lambda x: \\\n x?\nz = 1",
     'text = """what?\n!ls\n%time\n"""\nz = 1',
-    "x = (1 %\n2)\nz = 1",
+    "x = (1\n% 2)\nz = 1",
     "s = 'a?'\n'is it?'\nz = 1",
     "a = 7\na %= 3",
     "x = f'{1!r}'",

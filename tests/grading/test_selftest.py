@@ -55,10 +55,11 @@ BESIDE = (("evaluation.perplexity", "this rank's own"), ("pipeline.run", "forwar
 
 def one_for_each_property(folder):
     """Of the planted answers those that are the first to lose a property of their exercise, and the two lists."""
-    first = {}
+    listed, first = {*ACCEPTED_ONCE, *BESIDE}, {}
     for answer in PLANTED(folder):
-        listed = (answer.task, answer.name) in ACCEPTED_ONCE + BESIDE
-        first.setdefault((answer.task, answer.name if listed else answer.loses), answer)
+        own = (answer.task, answer.name)
+        first.setdefault(own if own in listed else (answer.task, answer.loses), answer)
+    assert listed <= first.keys(), "planted under another name"
     return list(first.values())
 
 
