@@ -1,5 +1,6 @@
 """What tests of data share."""
 
+import datasets
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -13,3 +14,10 @@ def by_bytes():
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache of data sets; a function that gives the files that it has come to hold, and their times."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return lambda: {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.arrow")}

@@ -39,13 +39,6 @@ def test_global_batches_are_the_same_for_any_layout(layout, grouped):
         assert rows_of_steps(one, epoch) == rows_of_steps(many, epoch)
 
 
-def test_a_loader_that_shuffles_on_each_process_has_other_batches():
-    """The negative: the usual shuffled loader, one seed per process, gives other global batches at 2 than at 1."""
-    alone = np.random.default_rng(7).permutation(len(LENGTHS))[:16]
-    halves = np.concatenate([np.random.default_rng(7 + rank).permutation(len(LENGTHS))[:8] for rank in range(2)])
-    assert sorted(alone) != sorted(halves)
-
-
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_row_once_an_epoch(layout, grouped):

@@ -3,14 +3,12 @@
 import datetime
 import decimal
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from course_lib.config import DataConfig
-from course_lib.data import DataConnector
 from course_lib.errors import DataError
+from tests.data.local_cases import load
 
 DAY = datetime.datetime(2026, 1, 2)
 TEXTS, NUMBERS, BOTH = ["yes", "no"], [0, 1], [False, True]
@@ -34,9 +32,7 @@ VALUES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def write_splits(table, folder):
@@ -59,7 +55,7 @@ def test_a_column_of_each_type(kind, role, tmp_path):
     other = {"label": "text", "text": "label"}[role]
     write_splits(pa.table({role: column, other: pa.array(["first", "second"])}), tmp_path)
     if values is TEXTS or (role == "label" and values in (NUMBERS, BOTH)):
-        data = DataConnector(DataConfig(dataset=str(tmp_path))).load()
+        data = load(tmp_path)
         rows = data.splits["train"]
         if role == "text":
             assert list(rows["text"]) == TEXTS
@@ -67,9 +63,8 @@ def test_a_column_of_each_type(kind, role, tmp_path):
             named = [data.label_names[label] for label in rows["label"]]
             assert named == [str(value).lower() for value in values]
         return
-    said = rf"column `{role}` .* holds |has no {role} in column"
-    with pytest.raises(DataError, match=said) as caught:
-        DataConnector(DataConfig(dataset=str(tmp_path))).load()
+    with pytest.raises(DataError, match=rf"column `{role}` .* holds |has no {role} in column") as caught:
+        load(tmp_path)
     assert ": " in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -87,4 +82,4 @@ def test_a_column_of_each_type(kind, role, tmp_path):
 def test_values_that_are_no_class_are_named(values, said, tmp_path):
     pq.write_table(pa.table({"label": values, "text": ["a", "b"]}), tmp_path / "train.parquet")
     with pytest.raises(DataError, match=said):
-        DataConnector(DataConfig(dataset=str(tmp_path / "train.parquet"))).load()
+        load(tmp_path / "train.parquet")

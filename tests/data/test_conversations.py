@@ -5,8 +5,7 @@ import json
 import re
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pandas as pd
 import pytest
 
 from course_lib.config import DataConfig, build
@@ -14,6 +13,7 @@ from course_lib.data import DataConnector, DataProcessor
 from course_lib.data.collating import IGNORE, Collator
 from course_lib.data.conversations import CHATML, Chat
 from course_lib.errors import ConfigError, DataError, ModelError
+from tests.data.local_cases import load, written
 
 TALKS = [
     [
@@ -23,12 +23,8 @@ TALKS = [
     ]
     for row in range(12)
 ]
+pytestmark = pytest.mark.usefixtures("cache")
 UNMARKED = re.sub(r"\{% (end)?generation %\}", "", CHATML)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -43,24 +39,17 @@ def shared(row):
     return [{"from": names[turn["role"]], "value": turn["content"]} for turn in row]
 
 
-def write_lines(folder, talks=TALKS, column="messages", split="train"):
-    path = folder / f"{split}.jsonl"
-    path.write_text("".join(json.dumps({"id": 1, column: talk}) + "\n" for talk in talks))
-    return path
+def lines(folder, talks=TALKS, column="messages", split="train", **more):
+    rows = [json.dumps({column: talk, "id": row} | more) + "\n" for row, talk in enumerate(talks)]
+    return written(folder / f"{split}.jsonl", "".join(rows))
 
 
 WRITERS = {
-    "json lines": write_lines,
-    "ShareGPT": lambda folder: write_lines(folder, [shared(talk) for talk in TALKS], "conversations"),
-    "parquet": lambda folder: pq.write_table(
-        pa.table({"messages": TALKS, "text": ["x"] * 12}), folder / "train.parquet"
-    ),
+    "json lines": lines,
+    "ShareGPT": lambda folder: lines(folder, [shared(talk) for talk in TALKS], "conversations"),
+    "parquet": lambda folder: written(folder / "train.parquet", pd.DataFrame({"messages": TALKS, "text": "x"})),
     "saved": lambda folder: datasets.Dataset.from_dict({"prompt": ["x"] * 12, "messages": TALKS}).save_to_disk(folder),
 }
-
-
-def load(folder, **options):
-    return DataConnector(DataConfig(dataset=str(folder), task="causal_lm", **options)).load()
 
 
 def processed(folder, tokenizer, **options):
@@ -78,9 +67,8 @@ def said(tokenizer, row):
 @pytest.mark.parametrize("kind", WRITERS)
 def test_answers_alone_are_learnt_of_every_kind_of_file(kind, tmp_path, tokenizer):
     folder = tmp_path / "data"
-    folder.mkdir()
     WRITERS[kind](folder)
-    data = load(folder)
+    data = load(folder, task="causal_lm")
     assert data.conversations and sorted(data.splits) == ["test", "train", "validation"]
     assert "question" in "".join(data.training_texts) and "role" not in "".join(data.training_texts)
     _, done = processed(folder, tokenizer, max_length=200)
@@ -108,93 +96,84 @@ def test_a_template_without_marks_is_asked_by_prefixes(tokenizer):
         assert len(more) == sum(turn["role"] == "assistant" for turn in talk)
 
 
+SKIPS = UNMARKED.replace("message['content'] +", "(message['content'] if loop.last else 'thought') +")
+TURNS = "{{ raise_exception('roles have to take turns') }}"
+
+
 @pytest.mark.parametrize(
-    ("template", "talk", "told"),
+    ("template", "talks", "told"),
     [
-        (
-            UNMARKED.replace("message['content'] +", "(message['content'] if loop.last else 'thought') +"),
-            TALKS[1],
-            "renders what comes before turn",
-        ),
-        (UNMARKED, TALKS[0][1:], "begins with an answer"),
-        ("{{ raise_exception('roles have to take turns') }}", TALKS[0], "refuses it .roles have to take turns"),
-        (CHATML, [], "holds no conversation"),
-        (CHATML, None, "holds no conversation"),
-        (CHATML, ["hi"], r"its turn 0 \(from 0\) has no role of text"),
-        (CHATML, [*TALKS[0], {"role": "user", "content": 3}], r"its turn 2 \(from 0\) has no content of text"),
+        (SKIPS, [TALKS[0], TALKS[1]], "renders what comes before turn"),
+        (UNMARKED, [TALKS[0], TALKS[0][1:]], "begins with an answer"),
+        (TURNS, [TALKS[0], TALKS[0]], "refuses it .roles have to take turns"),
+        (CHATML, [TALKS[0], []], "holds no conversation"),
+        (CHATML, [TALKS[0], None], "holds no conversation"),
+        (CHATML, [TALKS[0], ["hi"]], r"its turn 0 \(from 0\) has no role of text"),
+        (CHATML, [TALKS[0], [{"role": "user", "content": 3}]], r"its turn 0 \(from 0\) has no content of text"),
     ],
+    ids=range(7),
 )
-def test_a_row_that_cannot_be_read_is_named(template, talk, told, tmp_path, tokenizer):
-    path = write_lines(tmp_path, [*TALKS[:1], talk])
-    for split in ("validation", "test"):
-        write_lines(tmp_path, TALKS[:1], split=split)
+def test_a_row_that_cannot_be_read_is_named(template, talks, told, tmp_path, tokenizer):
+    for split in ("train", "validation", "test"):
+        lines(tmp_path, talks if split == "train" else TALKS[:1], split=split)
     tokenizer.chat_template = template
-    if "raise" in template:
-        path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in (talk, talk)))
-    with pytest.raises(DataError, match=f"row [01] .from 0. of the train split.*{told}") as error:
+    number = 0 if template in (SKIPS, TURNS) else 1
+    with pytest.raises(DataError, match=f"row {number} .from 0. of the train split.*{told}") as error:
         processed(tmp_path, tokenizer, max_length=200)
     assert "\n" not in str(error.value)
 
 
 def test_a_tokenizer_without_a_template_says_what_to_give(tmp_path, by_bytes):
-    path = write_lines(tmp_path)
+    path = lines(tmp_path)
     with pytest.raises(ModelError, match="no chat template.*--chat_template chatml"):
         processed(path, by_bytes)
     own = copy.deepcopy(by_bytes)
     processed(path, own, chat_template="chatml", max_length=200)
     assert own.chat_template == CHATML  # and is saved with the model
-    (tmp_path / "own.jinja").write_text(UNMARKED)
-    assert processed(path, own, chat_template=str(tmp_path / "own.jinja"), max_length=200)[0].chat.marks is False
+    jinja = written(tmp_path / "own.jinja", UNMARKED)
+    assert processed(path, own, chat_template=str(jinja), max_length=200)[0].chat.marks is False
     with pytest.raises(DataError, match=r"none\.jinja cannot be read"):
         processed(path, own, chat_template=str(tmp_path / "none.jinja"))
 
 
 def test_what_is_beyond_max_length_is_cut_and_counted(tmp_path, tokenizer):
-    folder = tmp_path / "data"
-    folder.mkdir()
     long = [{"role": "user", "content": "why " * 40}, *TALKS[1][1:]]
     for split, talks in {"train": [*TALKS, long, TALKS[0][:1]], "validation": TALKS, "test": TALKS}.items():
-        write_lines(folder, talks, split=split)
-    _, done = processed(folder, tokenizer, max_length=160)
+        lines(tmp_path, talks, split=split)
+    _, done = processed(tmp_path, tokenizer, max_length=160)
     facts, rows = done.facts["train"], done.splits["train"]
     assert (facts.rows, facts.left_out, len(rows)) == (14, 2, 12) and max(rows["length"]) <= 160
     assert facts.tokens - facts.cut_tokens == sum(rows["length"]) and 0 < facts.cut_rows < 14
     assert "2 rows without an answer within 160 tokens left out" in facts.line("train")
-    _, packed = processed(folder, tokenizer, max_length=160, packing="best_fit")
+    _, packed = processed(tmp_path, tokenizer, max_length=160, packing="best_fit")
     joined = packed.splits["train"]
     assert packed.facts["train"].packed_rows == len(joined) < 12 and packed.fingerprint != done.fingerprint
     assert sum(joined["length"]) == sum(rows["length"])
     assert sum(len(said(tokenizer, row)) for row in joined) == sum(len(said(tokenizer, row)) for row in rows)
 
 
+def test_another_column_is_plain_text(tmp_path):
+    data = load(lines(tmp_path, note="noted"), task="causal_lm", text_column="note")
+    assert not data.conversations and data.splits["train"][0]["text"] == "noted"
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"text_column": "note"}, None),
         ({"lowercase": True}, "leave the two out"),
-        (
-            {"text_column": "note", "chat_template": "chatml"},
-            "holds no conversations, which chat_template chatml is for",
-        ),
+        ({"text_column": "note", "chat_template": "chatml"}, "no conversations, which chat_template chatml is for"),
     ],
 )
-def test_another_column_is_plain_text(options, told, tmp_path):
-    path = tmp_path / "train.jsonl"
-    rows = [{"messages": talk, "note": f"note {row}"} for row, talk in enumerate(TALKS)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if told:
-        with pytest.raises(DataError, match=told):
-            load(path, **options)
-    else:
-        data = load(path, **options)
-        assert not data.conversations and data.splits["train"][0]["text"].startswith("note")
+def test_options_that_have_no_meaning_are_refused(options, told, tmp_path):
+    with pytest.raises(DataError, match=told):
+        load(lines(tmp_path, note="noted"), task="causal_lm", **options)
 
 
 def test_splits_hold_all_conversations_or_none(tmp_path):
-    write_lines(tmp_path)
-    (tmp_path / "test.jsonl").write_text('{"text": "a"}\n')
+    lines(tmp_path)
+    written(tmp_path / "test.jsonl", '{"text": "a"}\n')
     with pytest.raises(DataError, match=r"hold both \(train conversations, test texts\)"):
-        load(tmp_path)
+        load(tmp_path, task="causal_lm")
 
 
 def test_a_template_is_for_causal_language_models():

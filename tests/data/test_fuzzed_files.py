@@ -11,7 +11,6 @@ import string
 import time
 from pathlib import Path
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,81 +19,17 @@ from course_lib.config import build
 from course_lib.data import DataConnector, DataProcessor
 from course_lib.errors import CourseError
 
-SECONDS = 600
-"""Of `make long`."""
+SECONDS = 600  # of `make long`
+SEEDS = 60  # files in `make test`, always the same ones
 
-SEEDS = 60
-"""Files in `make test`, always the same ones."""
-
-ODD = [
-    "",
-    " ",
-    "\u00a0",
-    "\u200b",
-    "\ufeff",
-    "\x00",
-    "\x85",
-    "\u2028",
-    '"',
-    '""',
-    "'",
-    "\\",
-    '\\"',
-    ",",
-    ";",
-    "|",
-    "\t",
-    "\n",
-    "\r",
-    "\r\n",
-    "é",
-    "e\u0301",
-    "😀",
-    "-1",
-    "0",
-    "1.0",
-    "1e400",
-    "NaN",
-    "nan",
-    "None",
-    "true",
-    "null",
-    "#",
-    "=",
-    "текст",
-    "中文",
-    "a" * 3000,
-    "{",
-    "}",
-    "[",
-    "]",
-    ":",
-    "\x1b[31m",
-    "í\xa0½",
-]
-VALUES = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2**63,
-    10**400,
-    0.5,
-    float("nan"),
-    float("inf"),
-    "",
-    "text",
-    "a b",
-    [],
-    ["a"],
-    {},
-    {"a": 1},
-    [[1]],
-    "\ud83d",
-    "\x00",
-]
+BLANKS = ["", " ", "\u00a0", "\u200b", "\ufeff", "\x00", "\x85", "\u2028"]
+QUOTES = ['"', '""', "'", "\\", '\\"', ",", ";", "|", "\t", "\n", "\r", "\r\n"]
+MARKS = [*QUOTES, "#", "=", "{", "}", "[", "]", ":", "\x1b[31m"]
+WORDS = ["é", "e\u0301", "😀", "текст", "中文", "a" * 3000, "í\xa0½"]
+CODES = ["-1", "0", "1.0", "1e400", "NaN", "nan", "None", "true", "null"]
+ODD = BLANKS + MARKS + WORDS + CODES
+NUMBERS = [True, False, 0, -1, 1, 2**63, 10**400, 0.5, float("nan"), float("inf")]
+VALUES = [None, *NUMBERS, "", "text", "a b", [], ["a"], {}, {"a": 1}, [[1]], "\ud83d", "\x00"]
 SUFFIXES = [".csv", ".tsv", ".json", ".jsonl", ".txt", ".parquet", ".arrow"]
 PACKERS = {
     "": bytes,
@@ -107,10 +42,8 @@ ENCODINGS = ["utf-8"] * 6 + ["utf-8-sig", "utf-16", "utf-16-le", "utf-32", "lati
 
 
 def word(draw):
-    return "".join(
-        draw.choice([draw.choice(ODD), draw.choice(string.ascii_letters), " ", "word"])
-        for _ in range(draw.randrange(6))
-    )
+    letters = [[draw.choice(ODD), draw.choice(string.ascii_letters), " ", "word"] for _ in range(draw.randrange(6))]
+    return "".join(map(draw.choice, letters))
 
 
 def delimited(draw):
@@ -118,21 +51,17 @@ def delimited(draw):
     draw.shuffle(names)
     end, quote = draw.choice(["\n", "\r\n", "\r"]), draw.choice(["none", "all", "some"])
     clean = draw.random() < 0.4
-    rows = [names] + [
-        [
-            draw.choice(["pos", "neg"]) if clean or draw.random() < 0.9 else word(draw)
-            for _ in range(len(names) + (draw.random() < 0.01))
-        ]
-        for _ in range(draw.randrange(40))
-    ]
+    rows = [names]
+    for _ in range(draw.randrange(40)):
+        fields = range(len(names) + (draw.random() < 0.01))
+        rows.append([draw.choice(["pos", "neg"]) if clean or draw.random() < 0.9 else word(draw) for _ in fields])
     quoted = {
         "none": str,
         "all": lambda field: '"' + field.replace('"', '""') + '"',
         "some": lambda field: f'"{field}"' if draw.random() < 0.3 else field,
     }[quote]
-    return draw.choice(["", "", "", "sep=;\n", "# about\n", "\n"]) + end.join(
-        separator.join(map(quoted, row)) for row in rows
-    )
+    start = draw.choice(["", "", "", "sep=;\n", "# about\n", "\n"])
+    return start + end.join(separator.join(map(quoted, row)) for row in rows)
 
 
 def jsonlike(draw):
@@ -145,37 +74,23 @@ def jsonlike(draw):
         {"text": value(), "label": value(), **({word(draw): value()} if draw.random() < 0.1 else {})}
         for _ in range(draw.randrange(30))
     ]
+    forms = [
+        lambda: rows,
+        lambda: {"text": [row["text"] for row in rows], "label": [row["label"] for row in rows]},
+        lambda: {"data": rows, "version": value()},
+        value,
+    ]
     form = draw.randrange(6)
-    if form == 0:
-        return json.dumps(rows)
-    if form == 1:
-        return json.dumps({"text": [row["text"] for row in rows], "label": [row["label"] for row in rows]})
-    if form == 2:
-        return json.dumps({"data": rows, "version": value()}, indent=draw.choice([None, 1]))
-    if form == 3:
-        return json.dumps(value())
+    if form < 4:
+        return json.dumps(forms[form](), indent=draw.choice([None, None, 1]))
     text = "\n".join(json.dumps(row, ensure_ascii=draw.random() < 0.5) for row in rows)
     return text.encode("utf-8", "replace").decode() if form == 4 else text[: draw.randrange(len(text) + 1)]
 
 
-KINDS = [
-    pa.string(),
-    pa.large_string(),
-    pa.binary(),
-    pa.int8(),
-    pa.uint64(),
-    pa.float16(),
-    pa.float64(),
-    pa.bool_(),
-    pa.timestamp("us"),
-    pa.date32(),
-    pa.list_(pa.string()),
-    pa.struct([("a", pa.int8())]),
-    pa.null(),
-    pa.dictionary(pa.int8(), pa.string()),
-    pa.decimal128(9, 2),
-    pa.duration("s"),
-]
+PLAIN_KINDS = [pa.string(), pa.large_string(), pa.binary(), pa.int8(), pa.uint64(), pa.float16(), pa.float64()]
+NESTED_KINDS = [pa.list_(pa.string()), pa.struct([("a", pa.int8())]), pa.dictionary(pa.int8(), pa.string())]
+OTHER_KINDS = [pa.bool_(), pa.null(), pa.timestamp("us"), pa.date32(), pa.duration("s"), pa.decimal128(9, 2)]
+KINDS = PLAIN_KINDS + NESTED_KINDS + OTHER_KINDS
 
 
 def columnar(draw, as_parquet):
@@ -211,6 +126,15 @@ def damaged(draw, content):
     return bytes(content)
 
 
+CODECS = ["cp1252", "utf-16", "utf-7", "idna", "nonsense", "rot13", "base64", "utf-8"]
+OPTIONS = (  # what may be asked for, and of which files
+    ("encoding", CODECS, (".csv", ".tsv", ".json", ".jsonl", ".txt")),
+    ("quoting", ["none", "minimal", "escaped"], (".csv", ".tsv")),
+    ("separator", [",", ";", "|", "tab"], (".csv",)),
+    ("text_column", ["text", "label", ""], SUFFIXES),
+)
+
+
 def make(seed, folder):
     """A file, and options to read it with."""
     draw = random.Random(seed)
@@ -218,11 +142,9 @@ def make(seed, folder):
     if suffix in (".parquet", ".arrow"):
         content = columnar(draw, suffix == ".parquet")
     else:
-        text = draw.choice(
-            [delimited, jsonlike, lambda draw: "\n".join(word(draw) for _ in range(20))]
-            if draw.random() < 0.2
-            else [jsonlike if "json" in suffix else delimited]
-        )(draw)
+        kinds = [delimited, jsonlike, lambda draw: "\n".join(word(draw) for _ in range(20))]
+        usual = jsonlike if "json" in suffix else delimited
+        text = (draw.choice(kinds) if draw.random() < 0.2 else usual)(draw)
         content = text.encode(draw.choice(ENCODINGS), "replace")
     if draw.random() < 0.05:
         content = draw.randbytes(draw.randrange(3000))
@@ -232,16 +154,7 @@ def make(seed, folder):
     path = folder / f"rows{suffix}{packer}"
     path.write_bytes(content)
     options = {"dataset": str(path), "task": draw.choice(["classification", "classification", "causal_lm"])}
-    for name, values, fits in (
-        (
-            "encoding",
-            ["cp1252", "utf-16", "utf-7", "idna", "nonsense", "rot13", "base64", "utf-8"],
-            (".csv", ".tsv", ".json", ".jsonl", ".txt"),
-        ),
-        ("quoting", ["none", "minimal", "escaped"], (".csv", ".tsv")),
-        ("separator", [",", ";", "|", "tab"], (".csv",)),
-        ("text_column", ["text", "label", ""], SUFFIXES),
-    ):
+    for name, values, fits in OPTIONS:
         if draw.random() < 0.1 and suffix in fits:
             options[name] = draw.choice(values)
     return path, options
@@ -264,20 +177,14 @@ def tried(seed, folder, tokenizer):
         path.unlink()
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """An empty cache of data sets."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
-def test_some_files(tmp_path, by_bytes):
+def test_some_files(cache, tmp_path, by_bytes):
     read = [tried(seed, tmp_path, by_bytes) for seed in range(SEEDS)]
     assert 5 < sum(read) < SEEDS, "some are data sets"
     assert not list(Path(tmp_path / "cache").rglob(".*.arrow.*")), "nothing half-written stays"
 
 
 @pytest.mark.long
-def test_ten_minutes_of_files(tmp_path, by_bytes, record_property):
+def test_ten_minutes_of_files(cache, tmp_path, by_bytes, record_property):
     """Other files in each run, from a seed that a failure tells."""
     begun, seed = time.monotonic(), int(os.environ.get("COURSE_FUZZ_SEED", time.time_ns() // 10**9 * 10**6))
     count = 0

