@@ -27,10 +27,5 @@ def test_the_command_lists_and_writes(tmp_path, capsys):
     assert cli.main(["bench", "--list_models"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(models.names())
     file = tmp_path / "bert.json"
-    assert (
-        cli.main(
-            [*["bench", "--model", "bert-base-uncased", "--distributed", "--max_gpus", "4", "--output"], str(file)]
-        )
-        == 0
-    )
+    assert cli.main(f"bench --model bert-base-uncased --distributed --max_gpus 4 --output {file}".split()) == 0
     assert json.loads(file.read_text(encoding="utf-8"))["model"] == "google-bert/bert-base-uncased"

@@ -14,14 +14,8 @@ LENGTHS = [(1, 1, 1), (2, 3, 2), (1, 3, 1), (4, 4, 5)]
 def waits(schedule, ranks, microbatches, lengths):
     """What the planner says a rank waits, where F, I and W of one micro-batch on a stage take ``lengths``."""
     stages = STAGES[schedule]
-    plan = Plan(
-        128,
-        engine="megatron",
-        pipeline=ranks,
-        accumulation=microbatches,
-        schedule=schedule,
-        virtual=1 if schedule == "zbv" else stages,
-    )
+    fields = {"schedule": schedule, "virtual": 1 if schedule == "zbv" else stages}
+    plan = Plan(128, engine="megatron", pipeline=ranks, accumulation=microbatches, **fields)
     return bubble_seconds(plan, *(stages * length for length in lengths))
 
 
@@ -35,18 +29,15 @@ def test_it_is_the_simulators(schedule, lengths):
         for microbatches in (1, 2, 3, ranks, ranks + 1, 2 * ranks - 1, 2 * ranks, 6 * ranks, 20 * ranks):
             if illegal(schedule, ranks, microbatches, STAGES[schedule]):
                 continue
-            timeline = simulate(
-                make(schedule, ranks, microbatches, STAGES[schedule]),
-                Costs(forward=forward, backward_input=backward, backward_weight=weight),
-            )
+            costs = Costs(forward=forward, backward_input=backward, backward_weight=weight)
+            timeline = simulate(make(schedule, ranks, microbatches, STAGES[schedule]), costs)
             if schedule in ("zb_h2", "zbv"):
                 right = max(timeline.busy) / (1 - timeline.stage_bubble) - max(timeline.busy)
             else:
                 right = timeline.makespan - max(timeline.busy)
-            one_micro_batch = sum(lengths) * STAGES[schedule]
-            assert waits(schedule, ranks, microbatches, lengths) == pytest.approx(
-                float(right), abs=0.03 * ranks * one_micro_batch
-            ), (ranks, microbatches)
+            most = 0.03 * ranks * sum(lengths) * STAGES[schedule]
+            found = waits(schedule, ranks, microbatches, lengths)
+            assert found == pytest.approx(float(right), abs=most), (ranks, microbatches)
             looked += 1
     assert looked >= 12
 

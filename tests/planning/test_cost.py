@@ -15,26 +15,13 @@ def test_medians_over_the_published_rows():
     rows, left = planner.compare()
     speed = {kind: figures for kind, figures in planner.by_kind(rows).items() if not kind.endswith("memory")}
     assert sum(count for count, _, _ in speed.values()) == 226 and len(left) > 70
-    medians = {
-        "zero bubble": 0.03,
-        "NeMo": 0.08,
-        "NeMo, long sequences": 0.08,
-        "EasyContext": 0.20,
-        "fms-fsdp": 0.15,
-        "Megatron, weak scaling": 0.05,
-        "Megatron, iteration": 0.08,
-        "nanotron, best": 0.25,
-        "MosaicML FSDP": 0.08,
-        "Megatron Bridge": 0.11,
-        "torchtitan FSDP": 0.04,
-        "torchtitan TP": 0.11,
-    }
-    for kind, limit in medians.items():
-        assert speed[kind][1] <= limit, kind
-    every = [abs(row.error) for row in rows if row.quantity == "tokens/s/GPU"]
-    assert statistics.median(every) < 0.10
-    memories = planner.by_kind(rows)
-    assert memories["torchtitan FSDP, memory"][1] < 0.15 and memories["torchtitan CP, memory"][1] < 0.25
+    medians = {"zero bubble": 0.03, "torchtitan FSDP": 0.04, "torchtitan TP": 0.11, "Megatron, weak scaling": 0.05}
+    medians |= {"NeMo": 0.08, "NeMo, long sequences": 0.08, "Megatron, iteration": 0.08, "Megatron Bridge": 0.11}
+    medians |= {"MosaicML FSDP": 0.08, "fms-fsdp": 0.15, "EasyContext": 0.20, "nanotron, best": 0.25}
+    medians |= {"torchtitan FSDP, memory": 0.15, "torchtitan CP, memory": 0.25}
+    found = {kind: median for kind, (_, median, _) in planner.by_kind(rows).items()}
+    assert {kind: found[kind] for kind, limit in medians.items() if found[kind] > limit} == {}
+    assert statistics.median(abs(row.error) for row in rows if row.quantity == "tokens/s/GPU") < 0.10
 
 
 def test_what_a_row_does_not_say_is_not_read_into_it():
@@ -61,13 +48,6 @@ def test_what_is_held_out_is_decided_by_the_source_alone():
     assert len(lines) == 2 * (len(planner.REGIMES) + 1)
 
 
-def test_only_mosaics_a100_rows_are_read_with_the_triton_kernel():
-    read, other = ({row.row: row.predicted for row in planner.compare(flash2=flash2)[0]} for flash2 in (False, True))
-    slower = {row for row in read if read[row] < other[row]}
-    assert slower == {row for row in read if "-a100_" in row} and len(slower) == 56
-    assert all(read[row] == other[row] for row in read if row not in slower)
-
-
 def test_catalogue_shares_are_the_calibrations():
     for (name, dtype), share in planner.shares().items():
         assert hardware.accelerator(name).matmul[dtype] == pytest.approx(share, abs=6e-4), (name, dtype)
@@ -83,9 +63,8 @@ def test_a_ring_all_reduce_by_hand():
     cluster = hardware.cluster("A100-80", 8)
     assert cost.collective("all_reduce", 1e9, 8, 1, cluster) == pytest.approx(2 * 7 / 8 * 1e9 / 231e9 + 129e-6)
     assert cost.collective("all_reduce", 1e9, 1, 1, cluster) == 0
-    assert cost.collective("all_reduce", 1e9, 16, 1, hardware.cluster("A100-80", 16)) > cost.collective(
-        "all_reduce", 1e9, 8, 1, cluster
-    )
+    two_nodes = cost.collective("all_reduce", 1e9, 16, 1, hardware.cluster("A100-80", 16))
+    assert two_nodes > cost.collective("all_reduce", 1e9, 8, 1, cluster)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -93,9 +72,8 @@ def test_the_bubble_is_megatrons_formula(ranks):
     """(p - 1) / m of the ideal time, over v when interleaved: arXiv 2104.04473 section 2.2."""
     model, cluster, m = models.load("opt-6.7b"), hardware.cluster("A100-80", ranks), 16
     for virtual, schedule in ((1, "1f1b"), (2, "interleaved")):
-        step = cost.estimate(
-            model, Plan(2048, "megatron", pipeline=ranks, accumulation=m, schedule=schedule, virtual=virtual), cluster
-        )
+        plan = Plan(2048, "megatron", pipeline=ranks, accumulation=m, schedule=schedule, virtual=virtual)
+        step = cost.estimate(model, plan, cluster)
         assert step.bubble / step.compute == pytest.approx((ranks - 1) / m / virtual)
 
 
@@ -111,10 +89,8 @@ def test_every_second_matmul_is_recomputed_as_torchtitan_counts_them():
     assert work.second_matmuls(model) == again / sum(LLAMA_MATMULS.values()) == pytest.approx(0.3654, abs=1e-4)
     results = LLAMA_MATMULS | {"o": 4096, "down": 4096}
     kept = sum(results[name] for place, (name, _) in enumerate(counted, 1) if place % 2)
-    tokens = 2 * 8192
-    assert activations.of_block(model, 2, 8192, checkpointing="operators", flash=True) == tokens * (
-        2 * (kept + 4096 + 4096) + 4 * 32
-    )
+    of_a_token = 2 * (kept + 4096 + 4096) + 4 * 32
+    assert activations.of_block(model, 2, 8192, checkpointing="operators", flash=True) == 2 * 8192 * of_a_token
     plan = Plan(8192, "fsdp", 3, data=8, micro_batch=2, compiled=True)
     chip = hardware.accelerator("H100")
     forward, _ = work.block(model, plan, chip)
@@ -157,16 +133,3 @@ def test_a_collective_over_many_nodes_has_a_hop_for_each_member_but_one():
     )
     assert many.latency(128, 8) == pytest.approx(127 * hardware.NETWORK_LATENCY), "one member in each node"
     assert many.latency(1024, 1) > 1.9 * many.latency(512, 1), "it grows with the nodes"
-
-
-@pytest.mark.parametrize(
-    ("name", "mib", "bf16", "fp8", "node", "driver"),
-    [
-        ("B300", 275_040, 2.25e15, 4.5e15, 8, "NVIDIA B300 SXM6 AC"),
-        ("GB300", 284_208, 2.5e15, 5e15, 72, "NVIDIA GB300"),
-    ],
-)
-def test_blackwell_ultra_is_in_the_catalogue(name, mib, bf16, fp8, node, driver):
-    chip = hardware.accelerator(name)
-    assert (chip.memory, chip.peak["bf16"], chip.peak["fp8"]) == (mib * 2**20, bf16, fp8)
-    assert hardware.of_device(driver) is chip and hardware.cluster(name).gpus == node and "datasheet" in chip.source

@@ -15,49 +15,27 @@ from course_lib.planning.plan import Plan
 LENGTH = 512
 
 
-def run_of(folder, plan, model, rate, *, steps=9, device="cuda", warm_up=10.0, **options):
+SUMMARY = {"mixed_precision": "bf16", "tf32": False, "memory": {"peak_bytes": [3 * 2**30, 4 * 2**30]}}
+AS_TRAINED = {"loss": "chunked", "head": "gathered", "sequence_parallel": False}
+
+
+def run_of(folder, plan, model, rate, *, steps=9, device="cuda", warm_up=10.0):
     """The files of a run that took ten seconds to start, and then went at a rate of tokens/s."""
-    fields = {
-        "model": model,
-        "task": "causal_lm",
-        "dataset": "pydocs",
-        "max_length": LENGTH,
-        "strategy": {"ddp": "ddp", "fsdp": "fsdp", "deepspeed": f"zero{plan.stage}"}[plan.engine],
-        "batch_size": plan.micro_batch,
-        "gradient_accumulation_steps": plan.accumulation,
-        "mixed_precision": "bf16",
-        "num_processes": plan.gpus,
-        **options,
-    }
+    strategy = f"zero{plan.stage}" if plan.engine == "deepspeed" else plan.engine
+    fields = {"model": model, "task": "causal_lm", "dataset": "pydocs", "max_length": LENGTH, "strategy": strategy}
+    fields |= {"batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.accumulation}
+    fields |= {"mixed_precision": "bf16", "num_processes": plan.gpus}
     build(fields)  # such a run there is
-    folder.mkdir()
-    (folder / "config.yaml").write_text(yaml.safe_dump(fields), encoding="utf-8")
-    (folder / "summary.json").write_text(
-        json.dumps(
-            {
-                "device": device,
-                "world_size": plan.gpus,
-                "mixed_precision": "bf16",
-                "tf32": False,
-                "memory": {"peak_bytes": [3 * 2**30, 4 * 2**30]},
-            }
-        ),
-        encoding="utf-8",
-    )
     lines, rows = [], plan.global_batch
     for step in range(1, steps + 1):
         seconds = warm_up + (step - 1) * rows * LENGTH / rate
-        lines.append(
-            {
-                "step": step,
-                "loss": 2.0,
-                "seconds": seconds,
-                "samples_per_second": step * rows / seconds,
-                "tokens_per_second": step * rows * LENGTH / seconds,
-            }
-        )
+        speeds = {"samples_per_second": step * rows / seconds, "tokens_per_second": step * rows * LENGTH / seconds}
+        lines.append({"step": step, "loss": 2.0, "seconds": seconds, **speeds})
     lines.insert(3, {"step": 3, "eval.loss": 2.0})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(fields))
+    (folder / "summary.json").write_text(json.dumps(SUMMARY | {"device": device, "world_size": plan.gpus}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
@@ -65,17 +43,7 @@ def run_of(folder, plan, model, rate, *, steps=9, device="cuda", warm_up=10.0, *
 def test_the_share_that_made_a_run_is_found_in_its_record(tmp_path, engine, stage):
     """Planned at 30 % of peak, written down as a run, read back: 30 % and the same plan."""
     model, cluster = models.load("gpt2-xl"), hardware.cluster("H100", 8)
-    plan = Plan(
-        LENGTH,
-        engine,
-        stage,
-        data=8,
-        micro_batch=32,
-        accumulation=2,
-        loss="chunked",
-        head="gathered",
-        sequence_parallel=False,
-    )
+    plan = Plan(LENGTH, engine, stage, data=8, micro_batch=32, accumulation=2, **AS_TRAINED)
     slow = hardware.replace(cluster.accelerator, matmul={"bf16": 0.3})
     rate = cost.estimate(model, plan, hardware.replace(cluster, accelerator=slow)).tokens_per_second
     taught = from_run.calibrate(hardware.cluster("H100", 64), run_of(tmp_path / "run", plan, "gpt2-xl", rate))
@@ -91,9 +59,7 @@ def test_the_share_that_made_a_run_is_found_in_its_record(tmp_path, engine, stag
 def test_the_hosts_time_for_an_operation_is_measured_where_the_device_is(tmp_path, monkeypatch):
     """A run whose steps wait for the host: the share is that of the matmuls beside what was measured."""
     model, cluster = models.load("gpt2"), hardware.cluster("CPU", 2)
-    plan = Plan(
-        LENGTH, "ddp", data=2, micro_batch=1, precision="bf16", loss="chunked", head="gathered", sequence_parallel=False
-    )
+    plan = Plan(LENGTH, "ddp", data=2, micro_batch=1, precision="bf16", **AS_TRAINED)
     here = hardware.replace(cluster, launch=0.01)
     rate = cost.estimate(model, plan, here).tokens_per_second
     assert cost.estimate(model, plan, here).launch > 0 == cost.estimate(model, plan, cluster).launch
@@ -109,37 +75,25 @@ def test_an_operation_takes_the_host_some_time():
     assert 0 < host_launch.launch_seconds(torch.device("cpu")) < 0.01
 
 
-def test_the_first_line_is_warm_up_and_not_counted(tmp_path):
-    plan = Plan(LENGTH, "ddp", data=2, micro_batch=4)
-    for warm_up in (1.0, 1000.0):
-        folder = run_of(tmp_path / str(warm_up), plan, "gpt2-xl", 1000.0, warm_up=warm_up)
-        record = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        assert from_run.measured(record, folder) == (5, pytest.approx(1000.0), LENGTH)
+@pytest.mark.parametrize("warm_up", [1.0, 1000.0])
+def test_the_first_line_is_warm_up_and_not_counted(warm_up, tmp_path):
+    folder = run_of(tmp_path / "run", Plan(LENGTH, data=2, micro_batch=4), "gpt2-xl", 1000.0, warm_up=warm_up)
+    record = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert from_run.measured(record, folder) == (5, pytest.approx(1000.0), LENGTH)
 
 
 def test_the_command_says_what_moved(tmp_path, capsys):
     plan = Plan(LENGTH, "fsdp", 3, data=8, micro_batch=4)
     folder = run_of(tmp_path / "run", plan, "gpt2-xl", 60_000.0)
-    asked = [
-        "plan",
-        "--model",
-        "gpt2-xl",
-        "--gpu",
-        "H100",
-        "--gpus",
-        "8",
-        "--global-batch",
-        "64",
-        "--sequence-length",
-        "512",
-    ]
+    options = "plan --model gpt2-xl --gpu H100 --gpus 8 --global-batch 64 --sequence-length 512"
+    asked, more = options.split(), ["--calibrate", str(folder)]
     speeds = []
-    for more in ([], ["--calibrate", str(folder)]):
-        assert cli.main([*asked, *more, "--json"]) == 0
+    for line in (asked, asked + more):
+        assert cli.main([*line, "--json"]) == 0
         said = capsys.readouterr()
         speeds.append(json.loads(said.out)["plans"][0]["tokens_per_second"])
     assert "Moved: the share of bf16's peak" in said.err and speeds[1] < speeds[0]
-    assert cli.main([*asked, "--calibrate", str(folder)]) == 0
+    assert cli.main(asked + more) == 0
     assert capsys.readouterr().out.startswith("Calibrated by ")
 
 

@@ -1,31 +1,13 @@
 """The planner's parameter counts: those of the models that transformers builds, and of what was published."""
 
-import json
-from pathlib import Path
-
 import huggingface_hub
 import pytest
-import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig
 
 from course_lib.errors import ModelError
 from course_lib.planning import models
+from tests.planning.model_cases import built_parameters, published
 from tools import counted
-
-PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text(encoding="utf-8"))
-WITH_LOGITS = {
-    "bert": AutoModelForMaskedLM,
-    "roberta": AutoModelForMaskedLM,
-    "distilbert": AutoModelForMaskedLM,
-    "t5": AutoModelForSeq2SeqLM,
-}
-
-
-def built(config, head):
-    """The parameters of the model that transformers builds, without memory for them."""
-    maker = WITH_LOGITS.get(config.model_type, AutoModelForCausalLM) if head else AutoModel
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in maker.from_config(config).parameters())
 
 
 @pytest.mark.parametrize("nth", [4, pytest.param(1, marks=pytest.mark.long)], ids="one of {}".format)
@@ -35,7 +17,7 @@ def test_a_bundled_model_counts_what_transformers_builds(nth):
         settings = {key: value for key, value in fields.items() if key not in ("also", "model_type")}
         config = AutoConfig.for_model(fields["model_type"], **settings)
         for head in (True, False):
-            expected = built(config, head)
+            expected = built_parameters(config, head)
             assert models.load(name, head).parameters == expected, (name, head)
             assert models.from_config(config.to_dict(), name, head) == models.load(name, head), (name, head)
 
@@ -58,13 +40,7 @@ VARIANTS = [
     {"model_type": "mixtral", "num_local_experts": 3, "num_key_value_heads": 2},
     {"model_type": "olmoe", "num_experts": 6, "num_key_value_heads": 2},
 ]
-SMALL = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 96,
-    "vocab_size": 500,
-}
+SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 500}
 
 
 @pytest.mark.parametrize(
@@ -75,41 +51,34 @@ SMALL = {
 def test_settings_of_each_architecture(settings):
     family = settings["model_type"]
     sizes = dict(SMALL)
-    if family in ("bloom", "distilbert", "falcon", "opt", "t5"):  # their MLP's width has another name
-        del sizes["intermediate_size"]
+    if family not in ("bloom", "distilbert", "falcon", "opt", "t5"):  # whose MLP's width has another name
+        sizes["intermediate_size"] = 96
     if family == "phi3":
         sizes |= {"pad_token_id": 0, "eos_token_id": 1}
     if family == "opt":
         sizes |= {"ffn_dim": 96, "word_embed_proj_dim": 64}
     config = AutoConfig.for_model(**{**sizes, **settings})
     for head in (True, False):
-        expected = built(config, head)
+        expected = built_parameters(config, head)
         assert models.from_config(config.to_dict(), head=head).parameters == expected
         written = {**config.to_diff_dict(), "model_type": family}  # what a config.json holds
         assert models.from_config(written, head=head).parameters == expected
 
 
-def test_every_published_parameter_count():
+COUNTS = {row["id"].removeprefix("params-"): row["value"] for row in published("param_count")}
+NAMES = {f"bigscience-{name}": name for name in ("bloom", "bloom-560m", "bloom-3b")} | {"OLMo-2-1124-13B": "olmo-2-13b"}
+
+
+@pytest.mark.parametrize("row", COUNTS)
+def test_every_published_parameter_count(row):
     """Names of rows and bundled models agree except for case and publisher."""
-    rows = [row for row in PUBLISHED if row["kind"] == "param_count"]
-    seen = 0
-    for row in rows:
-        name, value = row["id"].removeprefix("params-"), row["value"]
-        name = {
-            "bigscience-bloom": "bloom",
-            "bigscience-bloom-560m": "bloom-560m",
-            "bigscience-bloom-3b": "bloom-3b",
-            "OLMo-2-1124-13B": "olmo-2-13b",
-        }.get(name, name)
-        encoder = "bert" in name
-        if "params" in value:
-            assert models.load(name, head=not encoder).parameters == value["params"], row["id"]
-            seen += 1
-        if name == "distilbert-base-uncased":
-            assert models.load(name, head=False).parameters == value["params_encoder_only"]
-            assert models.load(name).parameters == value["safetensors_metadata_total"]
-            seen += 1
-    assert seen == len(rows) == 20
+    name, value = NAMES.get(row, row), COUNTS[row]
+    assert len(COUNTS) == 20
+    if name == "distilbert-base-uncased":
+        assert models.load(name, head=False).parameters == value["params_encoder_only"]
+        assert models.load(name).parameters == value["safetensors_metadata_total"]
+    else:
+        assert models.load(name, head="bert" not in name).parameters == value["params"]
 
 
 def test_model_flops_as_megatron_counts_them():
@@ -162,12 +131,10 @@ def test_a_hub_out_of_reach_is_noticed_at_once_and_not_by_the_clients_retries(mo
 
 
 def test_a_file_that_is_no_config(tmp_path):
-    (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ModelError, match="not JSON"):
-        models.load(tmp_path)
-    (tmp_path / "config.json").write_text("[]", encoding="utf-8")
-    with pytest.raises(ModelError, match="no JSON object"):
-        models.load(tmp_path)
+    for text, says in (("{", "not JSON"), ("[]", "no JSON object")):
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        with pytest.raises(ModelError, match=says):
+            models.load(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ModelError, match=r"no readable config\.json"):
         models.load(tmp_path)

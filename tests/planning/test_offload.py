@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from course_lib.errors import ConfigError
 from course_lib.planning import cost, hardware, memory, models, optimizers, strategy, strategy_map
 from course_lib.planning.plan import Plan
 
@@ -37,16 +36,6 @@ def test_it_is_found_where_nothing_else_of_fsdp_fits():
     assert strategy_map.Place(result.model, 8, (result.best,)).families == ("FSDP + offload",)
     with pytest.raises(strategy.NothingFits, match="host memory"):
         strategy.search(result.model, replace(cluster, host_memory=8 * 2**30), 2048, families=("FSDP",))
-
-
-def test_where_it_fits_without_it_is_the_slower_one():
-    result = strategy.search(models.load("facebook/opt-6.7b"), hardware.cluster("A100-80", 8), 2048, families=("FSDP",))
-    first = {
-        offload: next(candidate for candidate in result.candidates if candidate.plan.offload == offload)
-        for offload in ("none", "parameters")
-    }
-    assert result.best == first["none"]
-    assert first["parameters"].cost.tokens_per_second < result.best.cost.tokens_per_second
 
 
 def test_the_host_holds_all_states_and_the_gpu_a_block_at_a_time():
@@ -95,19 +84,13 @@ def test_the_update_runs_at_the_hosts_bandwidth():
     zero = cost.estimate(model, replace(FSDP, engine="deepspeed"), cluster).optimizer
     assert zero == pytest.approx(update + 2 * model.parameters / 8 / cluster.accelerator.pcie), "gradients leave"
     half = replace(FSDP, engine="deepspeed", offload="optimizer")
-    assert cost.estimate(model, half, cluster).optimizer == pytest.approx(
-        update + (2 + 2) * model.parameters / 8 / cluster.accelerator.pcie
-    ), "and weights come back"
+    moved = (2 + 2) * model.parameters / 8 / cluster.accelerator.pcie
+    assert cost.estimate(model, half, cluster).optimizer == pytest.approx(update + moved), "and weights come back"
 
 
 def test_a_cpu_has_nothing_to_offload_to():
     result = strategy.search(models.load("gpt2"), hardware.cluster("CPU", 1), 32, 8)
     assert {candidate.plan.strategy for candidate in result.candidates} == {"DDP", "DDP + full checkpointing"}
-
-
-def test_what_fsdp2_cannot_do_is_refused():
-    with pytest.raises(ConfigError, match="FSDP2 keeps parameters with their optimizer"):
-        Plan(1024, "fsdp", 3, data=8, offload="optimizer")
 
 
 def test_the_rule_of_thumb_is_told_which_of_the_two_the_search_takes():

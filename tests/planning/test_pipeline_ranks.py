@@ -73,15 +73,14 @@ def states_of_the_fullest(model, plan):
 def no_plan_exceeds(searches, seed):
     """Plans looked at in random searches; each holds its states, and what leads is as likely to fit as it says."""
     draw = random.Random(seed)
-    looked = 0
+    looked, losses = 0, ("chunked", "linear")
     for _ in range(searches):
         model, chip = models.load(draw.choice(sorted(models.bundled()))), draw.choice(hardware.names())
         gpus = draw.choice((1, 2, 3, 4, 6, 8, 16, 24, 48, 96, 192, 512))
         cluster, length = hardware.cluster(chip, gpus), draw.choice((1024, 1024, 16384))
+        length = min(length, model.context or length)
         try:
-            result = strategy.search(
-                model, cluster, min(length, model.context or length), losses=("chunked", "linear")
-            ).for_our_trainer()
+            result = strategy.search(model, cluster, length, losses=losses).for_our_trainer()
         except NothingFits:
             continue
         most = max(candidate.chance for candidate in result.candidates)
@@ -95,13 +94,9 @@ def no_plan_exceeds(searches, seed):
     return looked
 
 
-def test_no_plan_is_returned_whose_states_alone_exceed_the_memory():
-    assert no_plan_exceeds(40, seed=1) > 500
-
-
-@pytest.mark.long
-def test_nor_in_two_thousand_searches():
-    assert no_plan_exceeds(2000, seed=2) > 20_000
+@pytest.mark.parametrize("searches", [40, pytest.param(2000, marks=pytest.mark.long)])
+def test_no_plan_is_returned_whose_states_alone_exceed_the_memory(searches):
+    assert no_plan_exceeds(searches, seed=searches) > 10 * searches
 
 
 def test_the_trainer_is_told_to_cut_where_the_planner_counts():
