@@ -1,6 +1,7 @@
 """The command line as a test calls it: in this process where that is enough, as real processes elsewhere."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,27 +14,9 @@ from course_lib.launching.launch_environment import reserved_port
 from tests.narrow_presets import narrow_presets  # noqa: F401
 
 CLI = Path(cli.__file__)
-QUICK = (
-    "--model",
-    "tiny-bert",
-    "--max_train_samples",
-    "120",
-    "--max_eval_samples",
-    "61",
-    "--max_length",
-    "32",
-    "--batch_size",
-    "4",
-    "--max_steps",
-    "6",
-    "--logging_steps",
-    "1",
-    "--progress_bar",
-    "false",
-    "--save_steps",
-    "3",
-    "--learning_rate",
-    "1e-3",
+QUICK = shlex.split(
+    "--model tiny-bert --max_train_samples 120 --max_eval_samples 61 --max_length 32 --batch_size 4 --max_steps 6 "
+    "--logging_steps 1 --progress_bar false --save_steps 3 --learning_rate 1e-3"
 )
 
 

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from course_lib import cli
 from course_lib.commands import accelerate_launcher, launcher_words
 from course_lib.commands.launcher_words import FILE_WORDS, READ_BY_OTHERS, WORDS
 from course_lib.commands.options import config_from
-from course_lib.config import build, flatten
+from course_lib.config import build
 from course_lib.config import files as config_files
 from course_lib.config.axes import ENGINES
 from course_lib.errors import ConfigError
@@ -28,110 +29,100 @@ from .conftest import QUICK, run
 
 pytestmark = pytest.mark.usefixtures("own_accelerator")
 ROOT = Path(cli.__file__).parents[1]
-FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
-FSDP_1 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}
-DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
-COMPILED = {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
-GROUPS = FSDP | {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}
+FSDP = "ACCELERATE_USE_FSDP=true FSDP_VERSION=2 FSDP_RESHARD_AFTER_FORWARD=true"
+FSDP_1 = "ACCELERATE_USE_FSDP=true FSDP_VERSION=1"
+DEEPSPEED = "ACCELERATE_USE_DEEPSPEED=true ACCELERATE_DEEPSPEED_ZERO_STAGE=2"
+ZERO3_OFFLOADED = f"{DEEPSPEED} ACCELERATE_DEEPSPEED_ZERO_STAGE=3 ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE=cpu"
+COMPILED = "ACCELERATE_DYNAMO_BACKEND=INDUCTOR"
+GROUPS = f"{FSDP} PARALLELISM_CONFIG_DP_REPLICATE_SIZE=2"
+RING = "PARALLELISM_CONFIG_CP_SIZE=2"
 BASE = ("--task", "causal_lm", "--attention_dropout", "0")
 """With which rows can be shared."""
 
-TAKEN = [
-    ("ACCELERATE_MIXED_PRECISION", "bf16", {}, {"mixed_precision": "bf16"}, ("mixed_precision", "no")),
-    ("ACCELERATE_MIXED_PRECISION", "fp16", {}, {"mixed_precision": "fp16"}, ("bf16", "true")),
-    ("--mixed_precision", "no", {}, {"mixed_precision": "no"}, ("mixed_precision", "bf16")),
+TAKEN = [  # what stands beside it, the word, what becomes of both, and an option that contradicts it
+    ("", "ACCELERATE_MIXED_PRECISION=bf16", "--mixed_precision bf16", "--mixed_precision no"),
+    ("", "ACCELERATE_MIXED_PRECISION=fp16", "--mixed_precision fp16", "--bf16 true"),
+    ("", "--mixed_precision=no", "--mixed_precision no", "--mixed_precision bf16"),
+    ("", "--gradient_accumulation_steps=4", "--gradient_accumulation_steps 4", "--gradient_accumulation_steps 1"),
+    ("", "--gradient_clipping=0.5", "--max_grad_norm 0.5", "--max_grad_norm 2"),
     (
-        "--gradient_accumulation_steps",
-        "4",
-        {},
-        {"gradient_accumulation_steps": 4},
-        ("gradient_accumulation_steps", "1"),
-    ),
-    ("--gradient_clipping", "0.5", {}, {"max_grad_norm": 0.5}, ("max_grad_norm", "2")),
-    (
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        "8",
         DEEPSPEED,
-        {"gradient_accumulation_steps": 8},
-        ("gradient_accumulation_steps", "4"),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=8",
+        "--strategy zero2 --gradient_accumulation_steps 8",
+        "--gradient_accumulation_steps 4",
     ),
-    ("ACCELERATE_GRADIENT_CLIPPING", "0.5", DEEPSPEED, {"max_grad_norm": 0.5}, ("max_grad_norm", "1.0")),
-    ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", {}, {"torch_compile": True}, ("torch_compile", "false")),
-    ("FSDP_SHARDING_STRATEGY", "FULL_SHARD", FSDP_1, {"strategy": "fsdp"}, ("strategy", "zero1")),
-    ("FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP", FSDP_1, {"strategy": "zero2", "engine": "torch"}, ("strategy", "fsdp")),
-    ("FSDP_SHARDING_STRATEGY", "NO_SHARD", FSDP_1, {"strategy": "ddp"}, ("strategy", "fsdp")),
-    ("FSDP_RESHARD_AFTER_FORWARD", "true", FSDP, {"strategy": "fsdp"}, ("strategy", "ddp")),
-    ("FSDP_RESHARD_AFTER_FORWARD", "false", FSDP, {"strategy": "zero2", "engine": "torch"}, ("engine", "deepspeed")),
-    ("FSDP_OFFLOAD_PARAMS", "true", FSDP, {"strategy": "fsdp", "offload": "parameters"}, ("offload", "none")),
+    (DEEPSPEED, "ACCELERATE_GRADIENT_CLIPPING=0.5", "--strategy zero2 --max_grad_norm 0.5", "--max_grad_norm 1.0"),
+    ("", "ACCELERATE_DYNAMO_BACKEND=INDUCTOR", "--torch_compile true", "--torch_compile false"),
+    (FSDP_1, "FSDP_SHARDING_STRATEGY=FULL_SHARD", "--strategy fsdp", "--strategy zero1"),
+    (FSDP_1, "FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP", "--strategy zero2 --engine torch", "--strategy fsdp"),
+    (FSDP_1, "FSDP_SHARDING_STRATEGY=NO_SHARD", "--strategy ddp", "--strategy fsdp"),
+    (FSDP, "FSDP_RESHARD_AFTER_FORWARD=true", "--strategy fsdp", "--strategy ddp"),
+    (FSDP, "FSDP_RESHARD_AFTER_FORWARD=false", "--strategy zero2 --engine torch", "--engine deepspeed"),
+    (FSDP, "FSDP_OFFLOAD_PARAMS=true", "--strategy fsdp --offload parameters", "--offload none"),
     (
-        "FSDP_ACTIVATION_CHECKPOINTING",
-        "true",
         FSDP,
-        {"activation_checkpointing": True},
-        ("gradient_checkpointing", "false"),
+        "FSDP_ACTIVATION_CHECKPOINTING=true",
+        "--strategy fsdp --activation_checkpointing true",
+        "--gradient_checkpointing false",
     ),
-    ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3", DEEPSPEED, {"strategy": "zero3"}, ("strategy", "zero1")),
-    ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "0", DEEPSPEED, {"strategy": "ddp"}, ("strategy", "zero1")),
+    (DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE=3", "--strategy zero3", "--strategy zero1"),
+    (DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE=0", "--strategy ddp", "--strategy zero1"),
     (
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-        "cpu",
         DEEPSPEED,
-        {"strategy": "zero2", "offload": "optimizer"},
-        ("offload", "none"),
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE=cpu",
+        "--strategy zero2 --offload optimizer",
+        "--offload none",
     ),
     (
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-        "cpu",
-        DEEPSPEED | {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
-        {"strategy": "zero3", "offload": "parameters"},
-        ("offload", "optimizer"),
+        ZERO3_OFFLOADED,
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE=cpu",
+        "--strategy zero3 --offload parameters",
+        "--offload optimizer",
     ),
-    ("PARALLELISM_CONFIG_TP_SIZE", "2", {}, {"tensor_parallel_size": 2}, ("tensor_parallel_size", "4")),
-    ("PARALLELISM_CONFIG_CP_SIZE", "2", {}, {"context_parallel_size": 2}, ("context_parallel_size", "4")),
+    ("", "PARALLELISM_CONFIG_TP_SIZE=2", "--tensor_parallel_size 2", "--tensor_parallel_size 4"),
+    ("", "PARALLELISM_CONFIG_CP_SIZE=2", "--context_parallel_size 2", "--context_parallel_size 4"),
     (
-        "PARALLELISM_CONFIG_CP_COMM_STRATEGY",
-        "allgather",
-        {"PARALLELISM_CONFIG_CP_SIZE": "2"},
-        {"context_parallel": "allgather"},
-        ("context_parallel", "ring"),
+        RING,
+        "PARALLELISM_CONFIG_CP_COMM_STRATEGY=allgather",
+        "--context_parallel_size 2 --context_parallel allgather",
+        "--context_parallel ring",
     ),
     (
-        "PARALLELISM_CONFIG_SP_SIZE",
-        "2",
-        {},
-        {"context_parallel_size": 2, "context_parallel": "ulysses"},
-        ("context_parallel", "ring"),
+        "",
+        "PARALLELISM_CONFIG_SP_SIZE=2",
+        "--context_parallel_size 2 --context_parallel ulysses",
+        "--context_parallel ring",
     ),
-    (
-        "PARALLELISM_CONFIG_DP_SHARD_SIZE",
-        "4",
-        GROUPS,
-        {"strategy": "fsdp", "shard_group_size": 4},
-        ("shard_group_size", "2"),
-    ),
+    (GROUPS, "PARALLELISM_CONFIG_DP_SHARD_SIZE=4", "--strategy fsdp --shard_group_size 4", "--shard_group_size 2"),
 ]
-"""Word, value, what stands beside it, what becomes of it, and an option that contradicts it."""
+REFUSED = [  # what stands beside it, the word, and what the line says to give instead
+    ("", "ACCELERATE_MIXED_PRECISION=fp8", "--mixed_precision bf16"),
+    ("", "ACCELERATE_DYNAMO_BACKEND=CUDAGRAPHS", "--torch_compile"),
+    (COMPILED, "ACCELERATE_DYNAMO_MODE=max-autotune", "--torch_compile"),
+    (COMPILED, "ACCELERATE_DYNAMO_USE_FULLGRAPH=True", "--torch_compile"),
+    (COMPILED, "ACCELERATE_DYNAMO_USE_DYNAMIC=True", "--torch_compile"),
+    (FSDP_1, "FSDP_SHARDING_STRATEGY=HYBRID_SHARD", "--shard_group_size"),
+    (FSDP, "FSDP_RESHARD_AFTER_FORWARD=perhaps", "--strategy fsdp"),
+    (FSDP, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD=true", "--activation_checkpointing"),
+    (FSDP, "FSDP_IGNORED_MODULES=head", "every parameter is sharded"),
+    (DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE=4", "--strategy zero1, zero2 or zero3"),
+    (DEEPSPEED, "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE=nvme", "--offload optimizer"),
+    (DEEPSPEED, "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE=nvme", "--offload optimizer"),
+    (RING, "PARALLELISM_CONFIG_CP_COMM_STRATEGY=pigeons", "--context_parallel"),
+    ("", "ACCELERATE_USE_MEGATRON_LM=true", "--training_type pipeline"),
+    ("", "ACCELERATE_USE_SAGEMAKER=true", "course submit"),
+    ("", "XLA_USE_BF16=1", "TPUs"),
+    ("", "XLA_DOWNCAST_BF16=1", "TPUs"),
+]
 
-REFUSED = [
-    ("ACCELERATE_MIXED_PRECISION", "fp8", {}, "--mixed_precision bf16"),
-    ("ACCELERATE_DYNAMO_BACKEND", "CUDAGRAPHS", {}, "--torch_compile"),
-    ("ACCELERATE_DYNAMO_MODE", "max-autotune", COMPILED, "--torch_compile"),
-    ("ACCELERATE_DYNAMO_USE_FULLGRAPH", "True", COMPILED, "--torch_compile"),
-    ("ACCELERATE_DYNAMO_USE_DYNAMIC", "True", COMPILED, "--torch_compile"),
-    ("FSDP_SHARDING_STRATEGY", "HYBRID_SHARD", FSDP_1, "--shard_group_size"),
-    ("FSDP_RESHARD_AFTER_FORWARD", "perhaps", FSDP, "--strategy fsdp"),
-    ("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", "true", FSDP, "--activation_checkpointing"),
-    ("FSDP_IGNORED_MODULES", "head", FSDP, "every parameter is sharded"),
-    ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "4", DEEPSPEED, "--strategy zero1, zero2 or zero3"),
-    ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "nvme", DEEPSPEED, "--offload optimizer"),
-    ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "nvme", DEEPSPEED, "--offload optimizer"),
-    ("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "pigeons", {"PARALLELISM_CONFIG_CP_SIZE": "2"}, "--context_parallel"),
-    ("ACCELERATE_USE_MEGATRON_LM", "true", {}, "--training_type pipeline"),
-    ("ACCELERATE_USE_SAGEMAKER", "true", {}, "course submit"),
-    ("XLA_USE_BF16", "1", {}, "TPUs"),
-    ("XLA_DOWNCAST_BF16", "1", {}, "TPUs"),
-]
-"""Word, value, what stands beside it, and what the line says to give instead."""
+
+def words_in(text):
+    """Of names and values, ``NAME=value NAME=value``; the last of a name counts."""
+    return dict(pair.split("=") for pair in text.split())
+
+
+def config_of(*arguments):
+    return config_from(cli.parse(["train", *arguments]))
 
 
 @pytest.fixture
@@ -158,52 +149,38 @@ def given(monkeypatch):
 
 
 def test_every_word_is_tried():
-    say = {word.name for word in WORDS if word.option or word.means}
-    assert {name for name, *_ in TAKEN + REFUSED} == say and len(say) == 28
+    tried = {word.partition("=")[0] for _, word, *_ in TAKEN + REFUSED}
+    assert tried == {word.name for word in WORDS if word.option or word.means}
     for words in (WORDS, FILE_WORDS):
         assert len({word.name for word in words}) == len(words)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "beside", "becomes", "against"), TAKEN, ids=[f"{name} {value}" for name, value, *_ in TAKEN]
-)
-def test_a_word_is_taken_and_a_contradiction_refused(given, capsys, name, value, beside, becomes, against):
-    words = beside | {name: value}
+@pytest.mark.parametrize(("beside", "word", "becomes", "against"), TAKEN, ids=[word for _, word, *_ in TAKEN])
+def test_a_word_is_taken_and_a_contradiction_refused(given, capsys, beside, word, becomes, against):
+    words = words_in(f"{beside} {word}")
     config = given(words, *BASE)
-    assert {option: config[option] for option in becomes} == becomes
+    assert config == config_of(*BASE, *becomes.split())
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("accelerate launch says")]
-    default = config_from(cli.parse(["train", *BASE]))
-    changed = {option for option, own in flatten(config).items() if own != default[option]}
-    assert len(said) == bool(changed) and all(f"--{option}" in said[0] for option in becomes if option in changed)
-    agreeing = [text for option, own in becomes.items() for text in (f"--{option}", str(own))]
-    assert given(words, *BASE, *agreeing) == given(words, *BASE), "to say the same twice is no contradiction"
-    with pytest.raises(ConfigError, match="accelerate launch says .* and .*: keep one of them") as caught:
-        given(words, *BASE, f"--{against[0]}", against[1])
-    assert config_files.translate({against[0]: against[1]}).keys() & {*str(caught.value).split()}
+    assert len(said) == (config != config_of(*BASE))
+    changed = [name for name in re.findall(r"--(\w+)", becomes) if config[name] != config_of(*BASE)[name]]
+    assert all(f"--{name} " in said[0] for name in changed)
+    assert given(words, *BASE, *becomes.split()) == config, "to say the same twice is no contradiction"
+    with pytest.raises(ConfigError, match="accelerate launch says .* and .* says .*: keep one of them") as caught:
+        given(words, *BASE, *against.split())
+    (named,) = re.findall(r"and .* says (\w+) ", str(caught.value))
+    assert f"--{named} " in becomes
 
 
-@pytest.mark.parametrize(("name", "value", "beside", "told"), REFUSED, ids=[f"{n} {v}" for n, v, *_ in REFUSED])
-def test_what_is_not_here_is_refused(given, name, value, beside, told):
-    with pytest.raises(ConfigError, match="accelerate launch says .* not here") as caught:
-        given(beside | {name: value})
-    assert told in str(caught.value) and value in str(caught.value)
+@pytest.mark.parametrize(("beside", "word", "told"), REFUSED, ids=[word for _, word, _ in REFUSED])
+def test_what_is_not_here_is_refused(given, beside, word, told):
+    with pytest.raises(ConfigError, match=f"accelerate launch says .* {word.split('=')[1]}, which is not here.*{told}"):
+        given(words_in(f"{beside} {word}"))
 
 
 def test_what_a_launcher_writes_without_being_asked_says_nothing(given, capsys):
     args = _validated("--num_processes", "1", "script.py")
-    config = given(
-        _left_by(launch.prepare_simple_launcher_cmd_env(args)[1]),
-        "--mixed_precision",
-        "bf16",
-        "--gradient_accumulation_steps",
-        "3",
-        "--strategy",
-        "zero1",
-        "--torch_compile",
-    )
-    assert config == build(
-        {"mixed_precision": "bf16", "gradient_accumulation_steps": 3, "strategy": "zero1", "torch_compile": True}
-    )
+    mine = shlex.split("--mixed_precision bf16 --gradient_accumulation_steps 3 --strategy zero1 --torch_compile")
+    assert given(_left_by(launch.prepare_simple_launcher_cmd_env(args)[1]), *mine) == config_of(*mine)
     assert "accelerate launch says" not in capsys.readouterr().out
 
 
@@ -219,10 +196,10 @@ def test_a_file_and_auto_count_as_they_should(given, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("mixed_precision: auto\nstrategy: zero3\n")
     assert given({"ACCELERATE_MIXED_PRECISION": "bf16"}, "--config", str(file)).run.mixed_precision == "bf16"
-    config = given(FSDP, "--config", str(file))
+    config = given(words_in(FSDP), "--config", str(file))
     assert (config.parallel.strategy, config.parallel.engine) == ("zero3", "torch"), "FSDP is not DeepSpeed's ZeRO"
     with pytest.raises(ConfigError, match=rf"and {re.escape(str(file))} says strategy zero3"):
-        given(DEEPSPEED, "--config", str(file))
+        given(words_in(DEEPSPEED), "--config", str(file))
 
 
 def test_the_table_has_every_name_that_this_accelerate_sets():
@@ -234,17 +211,14 @@ def test_the_table_has_every_name_that_this_accelerate_sets():
         text = inspect.getsource(function)
         prefix = re.search(r'prefix = "([A-Z_]+)"', text)[1]
         names |= {prefix + end for end in re.findall(r'current_env\[prefix \+ "([A-Z0-9_]+)"\]', text)}
-    names |= {
-        f"ACCELERATE_{name.upper()}"
-        for name in vars(launch_command_parser().parse_args(["x.py"]))
-        if name.startswith("fp8_")
-    }
+    options = vars(launch_command_parser().parse_args(["x.py"]))
+    names |= {f"ACCELERATE_{name.upper()}" for name in options if name.startswith("fp8_")}
     names -= {"LOCAL_RANK", "RANK", "FORK_LAUNCHED"}  # of its notebook_launcher
     names = {name for name in names if not name.startswith("AWS_")}  # for the launcher itself
     assert len(names) > 90
-    assert not [name for name in sorted(names) if launcher_words.row(name) is None and name not in READ_BY_OTHERS]
+    assert {name for name in names if launcher_words.row(name) is None} - READ_BY_OTHERS == set()
     rows = {word.name for word in WORDS if not word.name.startswith("--") and not word.name.endswith("*")}
-    assert not rows - names, "a row that no launcher of this version sets"
+    assert rows - names == set(), "a row that no launcher of this version sets"
 
 
 # --- files ---
@@ -264,7 +238,7 @@ def _left_by(environment):
     }
 
 
-def _words_of(file: Path, *arguments: str) -> dict[str, str]:
+def _words_of(file, *arguments):
     """What ``accelerate launch --config_file`` leaves in the environment."""
     args = _validated("--config_file", str(file), *arguments, "script.py")
     if args.use_deepspeed:
@@ -273,36 +247,21 @@ def _words_of(file: Path, *arguments: str) -> dict[str, str]:
     return _left_by(launch.prepare_multi_gpu_env(args) if several else launch.prepare_simple_launcher_cmd_env(args)[1])
 
 
-FILES = sorted((ROOT / "configs/accelerate").glob("*.yaml"))
+FILES = {  # of this repository, and what is typed beside it
+    "cpu2": "",
+    "gpu": "",
+    "multi-gpu": "--num_processes 8",
+    "multi-node": "--num_machines 2 --num_processes 16 --machine_rank 1 --main_process_ip 10.0.0.1 "
+    "--main_process_port 29500",
+}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_the_files_of_this_repository_leave_all_to_the_run(given, file):
-    assert len(FILES) == 4
-    several = (
-        "--num_machines",
-        "2",
-        "--num_processes",
-        "16",
-        "--machine_rank",
-        "1",
-        "--main_process_ip",
-        "10.0.0.1",
-        "--main_process_port",
-        "29500",
-    )
-    words = _words_of(file, *({"multi-gpu": ("--num_processes", "8"), "multi-node": several}.get(file.stem, ())))
-    mine = (
-        "--config",
-        str(ROOT / "configs/quickstart.yaml"),
-        "--mixed_precision",
-        "bf16",
-        "--strategy",
-        "zero2",
-        "--gradient_accumulation_steps",
-        "2",
-    )
-    assert given(words, *mine) == config_from(cli.parse(["train", *mine]))
+@pytest.mark.parametrize("name", FILES)
+def test_the_files_of_this_repository_leave_all_to_the_run(given, name):
+    words = _words_of(ROOT / f"configs/accelerate/{name}.yaml", *FILES[name].split())
+    own = shlex.split("--mixed_precision bf16 --strategy zero2 --gradient_accumulation_steps 2")
+    mine = ("--config", str(ROOT / "configs/quickstart.yaml"), *own)
+    assert given(words, *mine) == config_of(*mine)
 
 
 RUNS = [
@@ -317,16 +276,8 @@ RUNS = [
 @pytest.mark.parametrize(("strategy", "engine", "offload"), RUNS)
 def test_what_a_run_leaves_starts_the_same_run(given, tmp_path, strategy, engine, offload):
     """accelerate.yaml beside the run's own config.yaml, and with nothing but it."""
-    assert len(RUNS) == 19
-    config = build(
-        {
-            "strategy": strategy,
-            "engine": engine,
-            "offload": offload,
-            "gradient_accumulation_steps": 3,
-            "max_grad_norm": 0.5,
-        }
-    )
+    chosen = {"strategy": strategy, "engine": engine, "offload": offload}
+    config = build(chosen | {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5})
     file, theirs, own = (tmp_path / name for name in ("accelerate.yaml", "deepspeed.json", "config.yaml"))
     settings = accelerate_settings(config, "bf16", 2, "BertLayer", deepspeed="deepspeed.json")
     file.write_text(accelerate_yaml(settings, 2))
@@ -344,36 +295,32 @@ def test_what_a_run_leaves_starts_the_same_run(given, tmp_path, strategy, engine
 
 
 def test_deepspeed_s_file_is_read_key_by_key(given, tmp_path):
-    def with_file(**keys):
-        (tmp_path / "ds.json").write_text(json.dumps(keys))
-        return given(
-            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "ds.json")}
-        )
+    file = tmp_path / "ds.json"
+
+    def with_file(text, path=file):
+        file.write_text(text)
+        return given({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)})
 
     config = with_file(
-        zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}, "reduce_bucket_size": "auto"},
-        bf16={"enabled": True},
-        gradient_clipping=0.3,
-        train_micro_batch_size_per_gpu=4,
-        gradient_accumulation_steps="auto",
-        train_batch_size="auto",
-        steps_per_print=10,
+        """{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "reduce_bucket_size": "auto"},
+            "bf16": {"enabled": true}, "gradient_clipping": 0.3, "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": "auto", "train_batch_size": "auto", "steps_per_print": 10}"""
     )
     assert (config.parallel.strategy, config.parallel.offload) == ("zero3", "parameters")
     assert (config.run.mixed_precision, config.optim.max_grad_norm, config.run.batch_size) == ("bf16", 0.3, 4)
-    assert with_file(train_batch_size=64, zero_optimization={"stage": 1}).run.global_batch_size == 64
-    for keys, told in (
-        ({"optimizer": {"type": "Lion"}}, "--optimizer"),
-        ({"scheduler": {"type": "WarmupLR"}}, "--lr_scheduler"),
-        ({"amp": {"enabled": True}}, "DeepSpeed's file"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "--offload"),
-    ):
+    config = with_file('{"train_batch_size": 64, "zero_optimization": {"stage": 1}}')
+    assert config.run.global_batch_size == 64
+    for text, told in {
+        '{"optimizer": {"type": "Lion"}}': "--optimizer",
+        '{"scheduler": {"type": "WarmupLR"}}': "--lr_scheduler",
+        '{"amp": {"enabled": true}}': "DeepSpeed's file",
+        '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}': "--offload",
+        "{": "is not JSON",
+    }.items():
         with pytest.raises(ConfigError, match=told):
-            with_file(**keys)
-    (tmp_path / "ds.json").write_text("{")
-    for path, told in (("ds.json", "is not JSON"), ("none.json", "is not there")):
-        with pytest.raises(ConfigError, match=told):
-            given({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / path)})
+            with_file(text)
+    with pytest.raises(ConfigError, match="is not there"):
+        with_file("{}", tmp_path / "none.json")
 
 
 # --- other launchers, other commands ---
@@ -391,7 +338,7 @@ def test_a_rank_that_deepspeed_puts_before_the_command(monkeypatch, course):
 
 
 def test_an_evaluation_takes_what_it_reads_and_says_what_it_does_not(course, monkeypatch, tmp_path):
-    for name, value in (FSDP | {"ACCELERATE_MIXED_PRECISION": "bf16"}).items():
+    for name, value in words_in(f"{FSDP} ACCELERATE_MIXED_PRECISION=bf16").items():
         monkeypatch.setenv(name, value)
     code, out, err = course("evaluate", "--model", tmp_path / "none", "--json")
     assert code == 2 and out == "" and "does not exist" in err
@@ -402,6 +349,9 @@ def test_an_evaluation_takes_what_it_reads_and_says_what_it_does_not(course, mon
     assert code == 2 and "keep one of them" in err
 
 
+ONE_STEP = ("train", *QUICK, *shlex.split("--max_steps 1 --tracker none --baselines false"))
+
+
 def _summary(folder):
     return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
 
@@ -409,92 +359,38 @@ def _summary(folder):
 def test_words_of_the_environment_reach_the_training(course, monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    code, out, _ = course(
-        "train", *QUICK, "--max_steps", 1, "--output_dir", tmp_path, "--tracker", "none", "--baselines", "false"
-    )
+    code, out, _ = course(*ONE_STEP, "--output_dir", tmp_path)
     assert code == 0 and _summary(tmp_path)["mixed_precision"] == "bf16"
     assert _summary(tmp_path)["train"]["global_batch_size"] == 16
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["run"]["gradient_accumulation_steps"] == 4
     assert out.count("accelerate launch says") == 1
 
 
-LAUNCH = ("-m", "accelerate.commands.launch")
-REAL = {
-    "one process": (
-        (*LAUNCH, "--cpu", "--mixed_precision", "bf16", "--gradient_accumulation_steps", 4, "--num_processes", 1),
-        {},
-        ("ddp", "torch", "bf16", 16, 1),
-    ),
-    "two that we start": (
-        (*LAUNCH, "--cpu", "--mixed_precision", "bf16", "--gradient_accumulation_steps", 4, "--num_processes", 2),
-        {},
-        ("ddp", "torch", "bf16", 32, 2),
-    ),
-    "fsdp": (
-        (
-            *LAUNCH,
-            "--use_fsdp",
-            "--fsdp_version",
-            2,
-            "--mixed_precision",
-            "bf16",
-            "--num_processes",
-            2,
-            "--main_process_port",
-            0,
-        ),
-        {"ACCELERATE_USE_CPU": "true"},
-        ("fsdp", "torch", "bf16", 8, 2),
-    ),
-    "deepspeed": (
-        (
-            *LAUNCH,
-            "--use_deepspeed",
-            "--zero_stage",
-            1,
-            "--gradient_accumulation_steps",
-            2,
-            "--num_processes",
-            2,
-            "--main_process_port",
-            0,
-        ),
-        {"ACCELERATE_USE_CPU": "true"},
-        ("zero1", "deepspeed", "no", 16, 2),
-    ),
-    "torchrun": (
-        ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2),
+ACCELERATE = "accelerate.commands.launch --cpu --mixed_precision bf16 --gradient_accumulation_steps 4 --num_processes"
+FSDP_LINE = "accelerate.commands.launch --use_fsdp --fsdp_version 2 --mixed_precision bf16 --num_processes 2"
+DEEPSPEED_LINE = "accelerate.commands.launch --use_deepspeed --zero_stage 1 --gradient_accumulation_steps 2"
+ON_CPU = {"ACCELERATE_USE_CPU": "true"}
+REAL = [  # the launcher's line, its environment; strategy, engine, precision, global batch and ranks of the run
+    (f"{ACCELERATE} 1", {}, ("single", "torch", "bf16", 16, 1)),
+    (f"{ACCELERATE} 2", {}, ("ddp", "torch", "bf16", 32, 2)),  # which we start
+    (f"{FSDP_LINE} --main_process_port 0", ON_CPU, ("fsdp", "torch", "bf16", 8, 2)),
+    (f"{DEEPSPEED_LINE} --num_processes 2 --main_process_port 0", ON_CPU, ("zero1", "deepspeed", "no", 16, 2)),
+    (
+        "torch.distributed.run --standalone --nproc_per_node 2",
         {"ACCELERATE_MIXED_PRECISION": "bf16"},
         ("ddp", "torch", "bf16", 8, 2),
     ),
-}
+]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", REAL)
-def test_launchers_themselves(tmp_path, kind):
-    launcher, env, expected = REAL[kind]
-    done = run(
-        "train",
-        *QUICK,
-        "--max_steps",
-        1,
-        "--output_dir",
-        tmp_path,
-        "--tracker",
-        "none",
-        "--baselines",
-        "false",
-        launcher=launcher,
-        **env,
-    )
+@pytest.mark.parametrize(
+    ("line", "env", "expected"), REAL, ids=["one process", "two that we start", "fsdp", "deepspeed", "torchrun"]
+)
+def test_launchers_themselves(tmp_path, line, env, expected):
+    done = run(*ONE_STEP, "--output_dir", tmp_path, launcher=("-m", *line.split()), **env)
     assert done.returncode == 0, done.stderr
     left = _summary(tmp_path)
-    assert (
-        left["strategy"],
-        left["engine"],
-        left["mixed_precision"],
-        left["train"]["global_batch_size"],
-        left["world_size"],
-    ) == tuple("single" if value == "ddp" and expected[-1] == 1 else value for value in expected)
+    started = tuple(left[name] for name in ("strategy", "engine", "mixed_precision"))
+    assert (*started, left["train"]["global_batch_size"], left["world_size"]) == expected
     assert done.stdout.count("accelerate launch says") == 1
