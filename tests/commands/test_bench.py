@@ -1,6 +1,7 @@
 """``course bench scaling``: real runs on one process and two, compared."""
 
 import json
+import shlex
 
 import pandas as pd
 import pytest
@@ -12,29 +13,18 @@ from course_lib.tracking import sweeps
 from tests.commands.conftest import run
 from tests.forked_process import train_forked
 
-TINY = (
-    "--model",
-    "tiny-bert",
-    "--max_train_samples",
-    "64",
-    "--max_length",
-    "32",
-    "--batch_size",
-    "4",
-    "--device",
-    "cpu",
-)
+
+def write_metrics(folder, seconds_and_rates):
+    """Three logged steps and an evaluation, as a run leaves them."""
+    lines = [{"step": 10, "eval.loss": 1.0}]
+    for step, (seconds, rate) in zip((10, 20, 30), seconds_and_rates, strict=True):
+        lines.append({"step": step, "loss": 1.0, "seconds": seconds, "samples_per_second": rate})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_what_is_counted_is_what_comes_after_the_warm_up(tmp_path):
     """A first third that is ten times slower changes nothing."""
-    lines = [
-        {"step": 10, "loss": 1.0, "seconds": 10.0, "samples_per_second": 4.0},
-        {"step": 10, "eval.loss": 1.0},
-        {"step": 20, "loss": 1.0, "seconds": 11.0, "samples_per_second": 80 / 11},
-        {"step": 30, "loss": 1.0, "seconds": 12.0, "samples_per_second": 10.0},
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_metrics(tmp_path, [(10.0, 4.0), (11.0, 80 / 11), (12.0, 10.0)])
     assert scaling.after_warm_up(tmp_path / "metrics.jsonl") == pytest.approx((2.0, 80.0, 20))
 
 
@@ -46,11 +36,7 @@ def test_efficiency_is_throughput_by_the_growth_in_processes(tmp_path, monkeypat
         asked.append(dict(zip(options[::2], options[1::2], strict=True)))
         count = int(options[-1])
         folder.mkdir(parents=True)
-        lines = [
-            {"step": step, "loss": 1.0, "seconds": step / 10, "samples_per_second": rates[count]}
-            for step in (10, 20, 30)
-        ]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_metrics(folder, [(seconds, rates[count]) for seconds in (1.0, 2.0, 3.0)])
         return {"train": {"global_batch_size": 4 * count}, "memory": {"peak_bytes": [2**20, 2**21]}}
 
     monkeypatch.setattr(scaling, "train_apart", train_apart)
@@ -73,7 +59,8 @@ def test_a_run_that_fails_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_the_command_measures_and_leaves_table_and_figure(tmp_path):
-    done = run("bench", "scaling", *TINY, "--num_processes", "1", "2", "--steps", "6", "--out", tmp_path / "out")
+    tiny = shlex.split("--model tiny-bert --max_train_samples 64 --max_length 32 --batch_size 4 --device cpu")
+    done = run("bench", "scaling", *tiny, "--num_processes", "1", "2", "--steps", "6", "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     table = pd.read_csv(tmp_path / "out" / "scaling.csv")
     assert table["processes"].tolist() == [1, 2] and table["global_batch"].tolist() == [4, 8]
@@ -84,19 +71,16 @@ def test_the_command_measures_and_leaves_table_and_figure(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("line", "told"),
     [
-        ((), "nothing to benchmark: give --model NAME, --list-models, or `course bench scaling`"),
-        (("scaling", "--steps", "2"), "--steps 2: take at least 3"),
-        (("scaling", "--num_processes", "2", "2"), "--num_processes 2 2: give each number once"),
-        (("scaling", "--batch_sise", "2"), "unknown option `--batch_sise`: did you mean `--batch_size`"),
-        (
-            ("scaling", "--scaling", "strong", "--batch_size", "3", "--num_processes", "1", "2", "--strategy", "zero9"),
-            "`strategy` cannot be 'zero9'",
-        ),
+        ("", "nothing to benchmark: give --model NAME, --list-models, or `course bench scaling`"),
+        ("scaling --steps 2", "--steps 2: take at least 3"),
+        ("scaling --num_processes 2 2", "--num_processes 2 2: give each number once"),
+        ("scaling --batch_sise 2", "unknown option `--batch_sise`: did you mean `--batch_size`"),
+        ("scaling --scaling strong --num_processes 1 2 --strategy zero9", "`strategy` cannot be 'zero9'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_the_first_run(course, arguments, told, tmp_path, monkeypatch):
+def test_what_cannot_be_measured_is_refused_before_the_first_run(course, line, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, _, err = course("bench", *arguments)
+    code, _, err = course("bench", *line.split())
     assert code == 2 and told in err and not list(tmp_path.iterdir())

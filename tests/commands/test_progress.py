@@ -6,7 +6,6 @@ import nbformat
 import pytest
 
 from course_lib.cli import main
-from course_lib.commands import progress
 from course_lib.grading import check as checking
 from course_lib.grading.check import Report, task_of
 from course_lib.grading.task import Finding
@@ -18,6 +17,16 @@ CELLS = (
     "for n in (1, 2):\n    predict(f'c_{n}', 1, ask='and here?')",
     "predict('broken', ask=",
 )
+WHEN = {"when": "2026-01-01T10:00:00+00:00"}
+ANSWERS = {
+    "02_data_parallel": {
+        "a": {"value": 1, "measured": 1.0, "close": True} | WHEN,
+        "b": {"value": 2} | WHEN,
+        "c_1": {"value": 2, "measured": 5.0, "close": False} | WHEN,
+        "gone": {"value": 3} | WHEN,
+    },
+    "my own": {"x": {"value": 1} | WHEN},
+}
 
 
 @pytest.fixture
@@ -30,27 +39,13 @@ def course(tmp_path, monkeypatch):
     for name, cells in (("02_data_parallel", CELLS), ("06_fsdp", ())):
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
         nbformat.write(notebook, tmp_path / "notebooks" / f"{name}.ipynb")
-    when = {"when": "2026-01-01T10:00:00+00:00"}
-    answers = {
-        "02_data_parallel": {
-            "a": {"value": 1, "measured": 1.0, "close": True, **when},
-            "b": {"value": 2, **when},
-            "c_1": {"value": 2, "measured": 5.0, "close": False, **when},
-            "gone": {"value": 3, **when},
-        },
-        "my own": {"x": {"value": 1, **when}},
-    }
-    (tmp_path / "notebooks" / "my_answers.json").write_text(json.dumps(answers))
+    (tmp_path / "notebooks" / "my_answers.json").write_text(json.dumps(ANSWERS))
     for name, wanting in (("ddp.average", 0), ("ddp.ring", 1)):
         task = task_of(name)
         findings = tuple(Finding(each, number >= wanting, None, "", "") for number, each in enumerate(task.properties))
         checking.keep(Report(task, findings), results_file(tmp_path / "exercises"))
     monkeypatch.chdir(tmp_path / "notebooks")
     return tmp_path
-
-
-def test_questions_are_counted_in_the_cells(course):
-    assert progress.questions_of(course / "notebooks" / "02_data_parallel.ipynb") == ({"a", "b"}, 1)
 
 
 def test_the_table(course, capsys):
@@ -95,12 +90,8 @@ def test_a_bad_file_is_one_line(course, capsys, file, content, says):
     assert (course / file).read_text() == content
 
 
-def test_no_course_here(tmp_path, capsys):
-    assert main(["progress", str(tmp_path)]) == 2
-    assert "no lessons in" in capsys.readouterr().err
-
-
 def test_forgetting_a_lesson(course, capsys):
+    assert main(["progress", str(course / "exercises")]) == 2 and "no lessons in" in capsys.readouterr().err
     assert main(["progress", "--forget", "02_data_paralel"]) == 2 and "02_data_parallel" in capsys.readouterr().err
     assert main(["progress", "--forget", "02_data_parallel"]) == 0
     assert set(json.loads((course / "notebooks" / "my_answers.json").read_text())) == {"my own"}

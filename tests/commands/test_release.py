@@ -1,11 +1,16 @@
 """`course release` and `course check`: what learners get, and what they read in a terminal."""
 
+from argparse import Namespace
 from pathlib import Path
+from unittest import mock
 
 import nbformat
 import pytest
 
 from course_lib.commands import check, release
+from course_lib.errors import DataError
+from course_lib.grading import hidden, masters
+from course_lib.grading import release as bundling
 from course_lib.grading.masters import answers
 from course_lib.grading.tasks import TASKS
 
@@ -14,7 +19,6 @@ SOLUTIONS = Path(__file__).resolve().parents[2] / "solutions"
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
-    from argparse import Namespace
 
     out = tmp_path_factory.mktemp("release") / "course"
     assert release.run(Namespace(out=out)) == 0
@@ -25,31 +29,27 @@ def test_the_bundle_has_the_exercises_and_nothing_of_the_instructors(bundle):
     assert len(list((bundle / "exercises").glob("*.ipynb"))) == 19
     assert (bundle / "exercises" / "README.md").is_file() and (bundle / "course_lib" / "cli.py").is_file()
     assert (bundle / "notebooks" / "02_data_parallel.ipynb").is_file() and not (bundle / "tests").exists()
-    hidden = [path.read_text(encoding="utf-8") for path in (SOLUTIONS / "hidden").glob("*.py")]
-    files = [path for path in bundle.rglob("*") if path.is_file()]
-    assert len(hidden) == 19 and len(files) > 100
-    for path in files:
+    checks = {path.read_bytes() for path in (SOLUTIONS / "hidden").glob("*.py")}
+    assert len(checks) == 19
+    for path in filter(Path.is_file, bundle.rglob("*")):
         assert not path.relative_to(bundle).parts[0].startswith(("solutions", "."))
         assert path.suffix not in (".pyc", ".db") and "planted" not in path.name
-        if path.suffix in (".py", ".ipynb", ".md"):
+        assert path.read_bytes() not in checks
+        if path.suffix == ".ipynb":
             text = path.read_text(encoding="utf-8")
-            assert text not in hidden
-            if path.suffix == ".ipynb":
-                assert "BEGIN SOLUTION" not in text and "BEGIN HIDDEN" not in text
+            assert "BEGIN SOLUTION" not in text and "BEGIN HIDDEN" not in text
 
 
 def test_no_solution_is_in_the_exercises(bundle):
-    looked = 0
+    stubs, solved = {}, {}
     for path in (bundle / "exercises").glob("*.ipynb"):
-        released = {
-            cell.metadata.get("nbgrader", {}).get("grade_id"): cell.source
-            for cell in nbformat.read(path, as_version=4).cells
-        }
-        for name, source in answers(SOLUTIONS / path.name).items():
-            stub = released[TASKS[name].grade_id]
-            assert "raise NotImplementedError" in stub and "NotImplementedError" not in source and stub != source
-            looked += 1
-    assert looked == len(TASKS)
+        cells = nbformat.read(path, as_version=4).cells
+        stubs |= {cell.metadata.get("nbgrader", {}).get("grade_id"): cell.source for cell in cells}
+        solved |= answers(SOLUTIONS / path.name)
+    assert solved.keys() == TASKS.keys()
+    for name, source in solved.items():
+        stub = stubs[TASKS[name].grade_id]
+        assert "raise NotImplementedError" in stub and "NotImplementedError" not in source and stub != source
 
 
 def test_a_folder_in_use_is_left_alone(course, tmp_path, bundle):
@@ -60,10 +60,6 @@ def test_a_folder_in_use_is_left_alone(course, tmp_path, bundle):
 
 
 def test_nothing_half_written_stays(tmp_path, monkeypatch):
-    from course_lib.errors import DataError
-    from course_lib.grading import masters
-    from course_lib.grading import release as bundling
-
     monkeypatch.setattr(masters, "released", lambda path: "### BEGIN HIDDEN TESTS")
     with pytest.raises(DataError, match="would give a solution or a hidden check away"):
         bundling.bundle(SOLUTIONS.parent, tmp_path / "out")
@@ -71,17 +67,10 @@ def test_nothing_half_written_stays(tmp_path, monkeypatch):
 
 
 def test_release_wants_a_clone(course, tmp_path, monkeypatch):
-    from course_lib.grading import hidden
-
-    def none():
-        raise hidden.DataError("no folder solutions", "use the instructor's copy")
-
+    none = mock.Mock(side_effect=DataError("no folder solutions", "use the instructor's copy"))
     monkeypatch.setattr(hidden, "solutions_folder", none)
-    assert course("release", "--out", tmp_path / "out") == (
-        2,
-        "",
-        "course: no folder solutions: use the instructor's copy\n",
-    )
+    said = "course: no folder solutions: use the instructor's copy\n"
+    assert course("release", "--out", tmp_path / "out") == (2, "", said)
 
 
 def test_check_lists_the_exercises(course):
