@@ -24,10 +24,6 @@ def undisturbed(tmp_path_factory):
     return folder, fault_injection.digest(folder)
 
 
-def arguments(case, folder):
-    return [text for name, value in case.options(folder).items() for text in (f"--{name}", str(value))]
-
-
 def started(main, said):
     with open(said, "w") as file:
         return Forked(main, os.environ, output=(file.fileno(), file.fileno()))
@@ -36,7 +32,7 @@ def started(main, said):
 def test_a_process_killed_while_saving_goes_on_in_a_fresh_one(tmp_path, undisturbed):
     """By the very command that it was started with, as a scheduler repeats it."""
     case, folder = FaultCase("basic", "SIGKILL", "saving", 0), tmp_path / "run"
-    train = ["train", *arguments(case, folder)]
+    train = ["train", *(f"--{name}={value}" for name, value in case.options(folder).items())]
     third = checkpoint.beside(folder, 3 * fault_injection.SAVE_STEPS)
     seal = checkpoint.seal
 

@@ -18,7 +18,7 @@ from course_lib import cli
 from course_lib.commands import accelerate_launcher, launcher_words
 from course_lib.commands.launcher_words import FILE_WORDS, READ_BY_OTHERS, WORDS
 from course_lib.commands.options import config_from
-from course_lib.config import build
+from course_lib.config import build, option
 from course_lib.config import files as config_files
 from course_lib.config.axes import ENGINES
 from course_lib.errors import ConfigError
@@ -39,61 +39,31 @@ RING = "PARALLELISM_CONFIG_CP_SIZE=2"
 BASE = ("--task", "causal_lm", "--attention_dropout", "0")
 """With which rows can be shared."""
 
-TAKEN = [  # what stands beside it, the word, what becomes of both, and an option that contradicts it
-    ("", "ACCELERATE_MIXED_PRECISION=bf16", "--mixed_precision bf16", "--mixed_precision no"),
-    ("", "ACCELERATE_MIXED_PRECISION=fp16", "--mixed_precision fp16", "--bf16 true"),
-    ("", "--mixed_precision=no", "--mixed_precision no", "--mixed_precision bf16"),
-    ("", "--gradient_accumulation_steps=4", "--gradient_accumulation_steps 4", "--gradient_accumulation_steps 1"),
-    ("", "--gradient_clipping=0.5", "--max_grad_norm 0.5", "--max_grad_norm 2"),
-    (
-        DEEPSPEED,
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=8",
-        "--strategy zero2 --gradient_accumulation_steps 8",
-        "--gradient_accumulation_steps 4",
-    ),
-    (DEEPSPEED, "ACCELERATE_GRADIENT_CLIPPING=0.5", "--strategy zero2 --max_grad_norm 0.5", "--max_grad_norm 1.0"),
-    ("", "ACCELERATE_DYNAMO_BACKEND=INDUCTOR", "--torch_compile true", "--torch_compile false"),
-    (FSDP_1, "FSDP_SHARDING_STRATEGY=FULL_SHARD", "--strategy fsdp", "--strategy zero1"),
-    (FSDP_1, "FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP", "--strategy zero2 --engine torch", "--strategy fsdp"),
-    (FSDP_1, "FSDP_SHARDING_STRATEGY=NO_SHARD", "--strategy ddp", "--strategy fsdp"),
-    (FSDP, "FSDP_RESHARD_AFTER_FORWARD=true", "--strategy fsdp", "--strategy ddp"),
-    (FSDP, "FSDP_RESHARD_AFTER_FORWARD=false", "--strategy zero2 --engine torch", "--engine deepspeed"),
-    (FSDP, "FSDP_OFFLOAD_PARAMS=true", "--strategy fsdp --offload parameters", "--offload none"),
-    (
-        FSDP,
-        "FSDP_ACTIVATION_CHECKPOINTING=true",
-        "--strategy fsdp --activation_checkpointing true",
-        "--gradient_checkpointing false",
-    ),
-    (DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE=3", "--strategy zero3", "--strategy zero1"),
-    (DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE=0", "--strategy ddp", "--strategy zero1"),
-    (
-        DEEPSPEED,
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE=cpu",
-        "--strategy zero2 --offload optimizer",
-        "--offload none",
-    ),
-    (
-        ZERO3_OFFLOADED,
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE=cpu",
-        "--strategy zero3 --offload parameters",
-        "--offload optimizer",
-    ),
-    ("", "PARALLELISM_CONFIG_TP_SIZE=2", "--tensor_parallel_size 2", "--tensor_parallel_size 4"),
-    ("", "PARALLELISM_CONFIG_CP_SIZE=2", "--context_parallel_size 2", "--context_parallel_size 4"),
-    (
-        RING,
-        "PARALLELISM_CONFIG_CP_COMM_STRATEGY=allgather",
-        "--context_parallel_size 2 --context_parallel allgather",
-        "--context_parallel ring",
-    ),
-    (
-        "",
-        "PARALLELISM_CONFIG_SP_SIZE=2",
-        "--context_parallel_size 2 --context_parallel ulysses",
-        "--context_parallel ring",
-    ),
-    (GROUPS, "PARALLELISM_CONFIG_DP_SHARD_SIZE=4", "--strategy fsdp --shard_group_size 4", "--shard_group_size 2"),
+TAKEN = [  # what stands beside it, the word, and what becomes of both
+    ("", "ACCELERATE_MIXED_PRECISION=bf16", "--mixed_precision bf16"),
+    ("", "ACCELERATE_MIXED_PRECISION=fp16", "--mixed_precision fp16"),
+    ("", "--mixed_precision=no", "--mixed_precision no"),
+    ("", "--gradient_accumulation_steps=4", "--gradient_accumulation_steps 4"),
+    ("", "--gradient_clipping=0.5", "--max_grad_norm 0.5"),
+    (DEEPSPEED, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=8", "--strategy zero2 --gradient_accumulation_steps 8"),
+    (DEEPSPEED, "ACCELERATE_GRADIENT_CLIPPING=0.5", "--strategy zero2 --max_grad_norm 0.5"),
+    ("", "ACCELERATE_DYNAMO_BACKEND=INDUCTOR", "--torch_compile true"),
+    (FSDP_1, "FSDP_SHARDING_STRATEGY=FULL_SHARD", "--strategy fsdp"),
+    (FSDP_1, "FSDP_SHARDING_STRATEGY=SHARD_GRAD_OP", "--engine torch --strategy zero2"),
+    (FSDP_1, "FSDP_SHARDING_STRATEGY=NO_SHARD", "--strategy ddp"),
+    (FSDP, "FSDP_RESHARD_AFTER_FORWARD=true", "--strategy fsdp"),
+    (FSDP, "FSDP_RESHARD_AFTER_FORWARD=false", "--strategy zero2 --engine torch"),
+    (FSDP, "FSDP_OFFLOAD_PARAMS=true", "--strategy fsdp --offload parameters"),
+    (FSDP, "FSDP_ACTIVATION_CHECKPOINTING=true", "--strategy fsdp --activation_checkpointing true"),
+    (DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE=3", "--strategy zero3"),
+    (DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE=0", "--strategy ddp"),
+    (DEEPSPEED, "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE=cpu", "--strategy zero2 --offload optimizer"),
+    (ZERO3_OFFLOADED, "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE=cpu", "--strategy zero3 --offload parameters"),
+    ("", "PARALLELISM_CONFIG_TP_SIZE=2", "--tensor_parallel_size 2"),
+    ("", "PARALLELISM_CONFIG_CP_SIZE=2", "--context_parallel_size 2"),
+    (RING, "PARALLELISM_CONFIG_CP_COMM_STRATEGY=allgather", "--context_parallel_size 2 --context_parallel allgather"),
+    ("", "PARALLELISM_CONFIG_SP_SIZE=2", "--context_parallel_size 2 --context_parallel ulysses"),
+    (GROUPS, "PARALLELISM_CONFIG_DP_SHARD_SIZE=4", "--strategy fsdp --shard_group_size 4"),
 ]
 REFUSED = [  # what stands beside it, the word, and what the line says to give instead
     ("", "ACCELERATE_MIXED_PRECISION=fp8", "--mixed_precision bf16"),
@@ -149,26 +119,33 @@ def given(monkeypatch):
 
 
 def test_every_word_is_tried():
-    tried = {word.partition("=")[0] for _, word, *_ in TAKEN + REFUSED}
+    tried = {word.partition("=")[0] for _, word, _ in TAKEN + REFUSED}
     assert tried == {word.name for word in WORDS if word.option or word.means}
     for words in (WORDS, FILE_WORDS):
         assert len({word.name for word in words}) == len(words)
 
 
-@pytest.mark.parametrize(("beside", "word", "becomes", "against"), TAKEN, ids=[word for _, word, *_ in TAKEN])
-def test_a_word_is_taken_and_a_contradiction_refused(given, capsys, beside, word, becomes, against):
+def another(name, value):
+    """A value of the option that is not this one."""
+    if option(name).choices:
+        return next(choice for choice in option(name).choices if choice not in (value, "auto"))
+    return {"true": "false"}.get(value) or f"{2 * float(value):g}"
+
+
+@pytest.mark.parametrize(("beside", "word", "becomes"), TAKEN, ids=[word for _, word, _ in TAKEN])
+def test_a_word_is_taken_and_a_contradiction_refused(given, capsys, beside, word, becomes):
     words = words_in(f"{beside} {word}")
     config = given(words, *BASE)
     assert config == config_of(*BASE, *becomes.split())
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("accelerate launch says")]
     assert len(said) == (config != config_of(*BASE))
-    changed = [name for name in re.findall(r"--(\w+)", becomes) if config[name] != config_of(*BASE)[name]]
-    assert all(f"--{name} " in said[0] for name in changed)
+    options = re.findall(r"--(\w+) (\S+)", becomes)
+    changed = [name for name, _ in options if config[name] != config_of(*BASE)[name]]
+    assert [name for name in changed if f"--{name} " not in said[0]] == []
     assert given(words, *BASE, *becomes.split()) == config, "to say the same twice is no contradiction"
-    with pytest.raises(ConfigError, match="accelerate launch says .* and .* says .*: keep one of them") as caught:
-        given(words, *BASE, *against.split())
-    (named,) = re.findall(r"and .* says (\w+) ", str(caught.value))
-    assert f"--{named} " in becomes
+    name, value = options[-1]
+    with pytest.raises(ConfigError, match=f"accelerate launch says .* and .* says {name} .*: keep one of them"):
+        given(words, *BASE, f"--{name}", another(name, value))
 
 
 @pytest.mark.parametrize(("beside", "word", "told"), REFUSED, ids=[word for _, word, _ in REFUSED])
@@ -196,6 +173,8 @@ def test_a_file_and_auto_count_as_they_should(given, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("mixed_precision: auto\nstrategy: zero3\n")
     assert given({"ACCELERATE_MIXED_PRECISION": "bf16"}, "--config", str(file)).run.mixed_precision == "bf16"
+    with pytest.raises(ConfigError, match="says mixed_precision fp16 .* says mixed_precision bf16"):
+        given({"ACCELERATE_MIXED_PRECISION": "fp16"}, "--bf16", "true")
     config = given(words_in(FSDP), "--config", str(file))
     assert (config.parallel.strategy, config.parallel.engine) == ("zero3", "torch"), "FSDP is not DeepSpeed's ZeRO"
     with pytest.raises(ConfigError, match=rf"and {re.escape(str(file))} says strategy zero3"):
@@ -366,31 +345,21 @@ def test_words_of_the_environment_reach_the_training(course, monkeypatch, tmp_pa
     assert out.count("accelerate launch says") == 1
 
 
-ACCELERATE = "accelerate.commands.launch --cpu --mixed_precision bf16 --gradient_accumulation_steps 4 --num_processes"
-FSDP_LINE = "accelerate.commands.launch --use_fsdp --fsdp_version 2 --mixed_precision bf16 --num_processes 2"
-DEEPSPEED_LINE = "accelerate.commands.launch --use_deepspeed --zero_stage 1 --gradient_accumulation_steps 2"
-ON_CPU = {"ACCELERATE_USE_CPU": "true"}
-REAL = [  # the launcher's line, its environment; strategy, engine, precision, global batch and ranks of the run
-    (f"{ACCELERATE} 1", {}, ("single", "torch", "bf16", 16, 1)),
-    (f"{ACCELERATE} 2", {}, ("ddp", "torch", "bf16", 32, 2)),  # which we start
-    (f"{FSDP_LINE} --main_process_port 0", ON_CPU, ("fsdp", "torch", "bf16", 8, 2)),
-    (f"{DEEPSPEED_LINE} --num_processes 2 --main_process_port 0", ON_CPU, ("zero1", "deepspeed", "no", 16, 2)),
-    (
-        "torch.distributed.run --standalone --nproc_per_node 2",
-        {"ACCELERATE_MIXED_PRECISION": "bf16"},
-        ("ddp", "torch", "bf16", 8, 2),
-    ),
-]
+ACCELERATE = "-m accelerate.commands.launch --num_processes 2"
+REAL = {  # a launcher's line, and strategy, engine, precision, global batch and ranks of the run
+    "--cpu --mixed_precision bf16 --gradient_accumulation_steps 4": ("ddp", "torch", "bf16", 32, 2),
+    "--use_fsdp --fsdp_version 2 --mixed_precision bf16 --main_process_port 0": ("fsdp", "torch", "bf16", 8, 2),
+    "--use_deepspeed --zero_stage 1 --main_process_port 0": ("zero1", "deepspeed", "no", 8, 2),
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("line", "env", "expected"), REAL, ids=["one process", "two that we start", "fsdp", "deepspeed", "torchrun"]
-)
-def test_launchers_themselves(tmp_path, line, env, expected):
-    done = run(*ONE_STEP, "--output_dir", tmp_path, launcher=("-m", *line.split()), **env)
+@pytest.mark.parametrize("line", REAL)
+def test_launchers_themselves(tmp_path, line):
+    launcher, env = f"{ACCELERATE} {line}".split(), {} if "--cpu" in line else {"ACCELERATE_USE_CPU": "true"}
+    done = run(*ONE_STEP, "--output_dir", tmp_path, launcher=launcher, **env)
     assert done.returncode == 0, done.stderr
     left = _summary(tmp_path)
     started = tuple(left[name] for name in ("strategy", "engine", "mixed_precision"))
-    assert (*started, left["train"]["global_batch_size"], left["world_size"]) == expected
+    assert (*started, left["train"]["global_batch_size"], left["world_size"]) == REAL[line]
     assert done.stdout.count("accelerate launch says") == 1

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from types import SimpleNamespace
 
@@ -26,83 +25,60 @@ from course_lib.launching import forks, interrupts, openmp
 from course_lib.launching.cores import usable_cores
 from course_lib.launching.forked_ranks import SIGNALS
 from course_lib.launching.interrupts import NOTE, StopRequest, end_with_launcher, exit_code, leave_note, stop_requests
-from course_lib.launching.launch import launch
 from course_lib.training.callbacks import Callback
 from course_lib.training.checkpoints import checkpoint
 from course_lib.training.run import build_trainer
-from course_lib.writing import write_text
 from testing.virtual_hosts import torchrun
 from tests.forked_process import Forked
 from tests.waiting import has_lines, until
 
 
+def vote(*wishes):
+    request = StopRequest()
+    for number in wishes:
+        request.ask(number)
+    return request.vote
+
+
 def test_the_ranks_codes_are_those_of_the_wish():
-    asked = {number: StopRequest() for number in (None, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-    for number, request in asked.items():
-        if number is not None:
-            request.ask(number)
-    votes = {number: request.vote for number, request in asked.items()}
-    assert exit_code(7 * votes[None]) == 0
-    assert exit_code(1000 * votes[signal.SIGINT]) == EXIT_INTERRUPTED == 130
-    assert exit_code(votes[signal.SIGTERM]) == exit_code(votes[signal.SIGUSR1] + 3 * votes[signal.SIGINT]) == 75
+    assert exit_code(7 * vote()) == 0 and exit_code(1000 * vote(signal.SIGINT)) == EXIT_INTERRUPTED == 130
+    assert exit_code(vote(signal.SIGTERM)) == exit_code(vote(signal.SIGUSR1) + 3 * vote(signal.SIGINT)) == 75
 
 
 def config(folder, **more):
-    return build(
-        {
-            "model": "tiny-bert",
-            "max_train_samples": 60,
-            "max_eval_samples": 8,
-            "max_length": 32,
-            "batch_size": 4,
-            "max_steps": 50,
-            "num_epochs": 100_000,
-            "eval_steps": 0,
-            "save_steps": 0,
-            "logging_steps": 1,
-            "keep_best": False,
-            "progress_bar": False,
-            "device": "cpu",
-            "output_dir": str(folder),
-        }
-        | more
-    )
+    sizes = {"model": "tiny-bert", "max_train_samples": 60, "max_eval_samples": 8, "max_length": 32, "batch_size": 4}
+    steps = {"max_steps": 50, "num_epochs": 100_000, "eval_steps": 0, "save_steps": 0, "logging_steps": 1}
+    rest = {"keep_best": False, "progress_bar": False, "device": "cpu", "output_dir": str(folder)}
+    return build(sizes | steps | rest | more)
 
 
 class Signalled(Callback):
-    """Sends this rank a signal after some step; what happens then is told by rank."""
+    """Sends one rank a signal after step 3."""
 
-    def __init__(self, number, rank, at):
-        self.number, self.rank, self.at = number, rank, at
+    def __init__(self, number, rank):
+        self.number, self.rank = number, rank
 
     def on_step_end(self, trainer):
-        if (trainer.rank, trainer.state.step) == (self.rank, self.at):
+        if (trainer.rank, trainer.state.step) == (self.rank, 3):
             signal.raise_signal(self.number)
 
 
-def interrupted(folder, cases):
-    """What each rank raises, and the checkpoint that stands then, by signal."""
-    ends = {}
-    for number, rank in cases:
-        (folder / str(number)).mkdir(exist_ok=True)
-        trainer = build_trainer(config(folder / str(number), num_workers=1), [Signalled(number, rank, at=3)])[0]
-        with pytest.raises(TrainingInterrupted) as raised:
-            trainer.train()
-        ends[number] = raised.value.exit_code, trainer.state.step, checkpoint.latest(trainer.output_dir).name
-    return ends
+def interrupted(folder, number, rank):
+    """The exit code and the step with which a rank ends when one rank was asked to stop after step 3."""
+    trainer = build_trainer(config(folder, num_workers=1), [Signalled(number, rank)])[0]
+    with pytest.raises(TrainingInterrupted) as raised:
+        trainer.train()
+    return raised.value.exit_code, trainer.state.step
 
 
-def test_one_rank_is_asked_and_all_save_the_same_step(tmp_path):
-    cases = [(signal.SIGTERM, 1), (signal.SIGUSR1, 0), (signal.SIGINT, 1)]
-    first, second = launch(interrupted, tmp_path, cases, num_processes=2, timeout=600)
-    assert first == second, "the rank that was not asked does as the other"
-    assert first == {
-        number: (code, 4, checkpoint.name(4))
-        for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130))
-    }
-    notes = {number: (tmp_path / str(number) / NOTE).exists() for number, _ in cases}
-    assert notes == {signal.SIGTERM: True, signal.SIGUSR1: True, signal.SIGINT: False}
-    assert json.loads((tmp_path / str(signal.SIGTERM) / NOTE).read_text()) == {"step": 4}
+@pytest.mark.parametrize(
+    ("number", "rank", "code", "note"),
+    [(signal.SIGTERM, 1, 75, '{"step": 4}'), (signal.SIGUSR1, 0, 75, '{"step": 4}'), (signal.SIGINT, 1, 130, None)],
+)
+def test_one_rank_is_asked_and_all_save_the_same_step(tmp_path, ranks, number, rank, code, note):
+    assert ranks(2, timeout=600)(interrupted, tmp_path, number, rank) == [(code, 4)] * 2
+    assert checkpoint.latest(tmp_path).name == checkpoint.name(4)
+    assert ((tmp_path / NOTE).read_text().strip() if (tmp_path / NOTE).exists() else None) == note
 
 
 def rank_that_is_asked_twice(does, folder):
@@ -132,23 +108,30 @@ def rank_that_is_asked_twice(does, folder):
     with stop_requests() as request:
         (folder / "ready").touch()
         {"hangs": hang, "works": work}[does]()
+    if interrupts.LAUNCHER_DIED:
+        signal.raise_signal(interrupts.LAUNCHER_DIED)  # its last thread may die when the rank has stopped
     return int(request.signal)
 
 
-TWICE = {  # what the rank does, whether a minute is between the signals, the second one, exit code
-    "forwarded twice": ("works", False, signal.SIGUSR1, int(signal.SIGUSR1)),
-    "forwarded as another": ("works", False, signal.SIGTERM, int(signal.SIGUSR1)),
-    "a second wish": ("works", True, signal.SIGINT, 1),
-    "a second wish in a collective": ("hangs", True, signal.SIGTERM, 128 + signal.SIGTERM),
-}
+LAUNCHER_DIES = (interrupts.LAUNCHER_DIED, True, interrupts.LAUNCHER_DIED)
+ON_LINUX = pytest.mark.skipif(interrupts.LAUNCHER_DIED is None, reason="there is no such signal")
 
 
-@pytest.mark.parametrize("case", TWICE)
-def test_twice_means_now(tmp_path, case):
-    does, later, second, code = TWICE[case]
+@pytest.mark.parametrize(
+    ("first", "later", "second", "does", "code"),
+    [
+        (signal.SIGUSR1, False, signal.SIGUSR1, "works", int(signal.SIGUSR1)),  # forwarded twice
+        (signal.SIGUSR1, False, signal.SIGTERM, "works", int(signal.SIGUSR1)),  # forwarded as another
+        (signal.SIGUSR1, True, signal.SIGINT, "works", 1),
+        (signal.SIGUSR1, True, signal.SIGTERM, "hangs", 128 + signal.SIGTERM),  # in a collective
+        pytest.param(*LAUNCHER_DIES, "works", int(signal.SIGTERM), marks=ON_LINUX),
+    ],
+)
+def test_a_second_wish_a_minute_later_means_now(tmp_path, first, later, second, does, code):
+    """The kernel tells of the end of each of a launcher's threads: on a busy machine at any distance, and one wish."""
     process = Forked(functools.partial(rank_that_is_asked_twice, does, tmp_path), os.environ)
     until((tmp_path / "ready").exists, process)
-    process.send_signal(signal.SIGUSR1)
+    process.send_signal(first)
     until((tmp_path / "noticed-1").exists, process)
     if does == "works":
         until((tmp_path / "asked").exists, process)
@@ -158,54 +141,9 @@ def test_twice_means_now(tmp_path, case):
     assert process.wait() == code
 
 
-def test_a_launchers_last_thread_may_die_when_its_rank_has_stopped():
-    def rank():
-        with stop_requests() as request:
-            signal.raise_signal(interrupts.LAUNCHER_DIED)
-        assert request.signal == signal.SIGTERM
-        signal.raise_signal(interrupts.LAUNCHER_DIED)
-        return 75
-
-    assert Forked(rank, os.environ).wait() == 75
-
-
-def test_a_launcher_that_dies_thread_by_thread_is_one_wish(tmp_path):
-    """The kernel tells of the end of each thread; on a busy machine a killed launcher's take their time."""
-
-    def rank():
-        end_with_launcher()
-        try:
-            ends_with = rank_that_is_asked_twice("works", tmp_path)
-        except KeyboardInterrupt:
-            ends_with = "in the middle of its step"
-        write_text(tmp_path / "code", str(ends_with))
-
-    def launcher():
-        def start():
-            if os.fork() == 0:
-                Forked._child(rank, os.environ, ".", (1, 2), os.open(os.devnull, os.O_RDONLY))
-            until((tmp_path / "ready").exists)
-
-        starter = threading.Thread(target=start)
-        starter.start()
-        starter.join()  # whose end is told, as the rank is its child
-        until((tmp_path / "asked").exists)
-        until((tmp_path / "noticed-1").exists)
-        (tmp_path / "later").touch()  # than a second wish might be
-
-    assert Forked(launcher, os.environ).wait() == 0
-    until((tmp_path / "code").exists, what="the rank's end")
-    assert (tmp_path / "code").read_text() == str(int(signal.SIGTERM))
-
-
 @pytest.mark.parametrize(
     ("number", "saved", "code"),
-    [
-        (signal.SIGUSR1, True, EXIT_RESUME),
-        (signal.SIGTERM, True, EXIT_RESUME),
-        (signal.SIGTERM, False, 143),
-        (signal.SIGINT, False, EXIT_INTERRUPTED),
-    ],
+    [(signal.SIGUSR1, True, EXIT_RESUME), (signal.SIGTERM, False, 143), (signal.SIGINT, False, EXIT_INTERRUPTED)],
 )
 def test_the_launcher_passes_the_signals_on_and_ends_with_the_ranks_code(
     tmp_path, monkeypatch, capsys, number, saved, code
@@ -262,17 +200,11 @@ def launched_apart(folder, does):
     return launcher
 
 
-def ready(folder, launcher):
-    """Process id, threads and world size of each rank, once it is there."""
-    files = [folder / f"ready-{rank}" for rank in range(2)]
-    until(lambda: all(file.exists() and file.read_text() for file in files), launcher, what="both ranks are there")
-    return [[int(word) for word in file.read_text().split()] for file in files]
-
-
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
 def test_the_forked_ranks_are_told_each_signal_once(tmp_path, number):
-    launcher = launched_apart(tmp_path, "waits")
-    ranks = ready(tmp_path, launcher)
+    launcher, files = launched_apart(tmp_path, "waits"), [tmp_path / f"ready-{rank}" for rank in range(2)]
+    until(lambda: all(file.exists() and file.read_text() for file in files), launcher, what="both ranks are there")
+    ranks = [[int(word) for word in file.read_text().split()] for file in files]
     assert len({os.getsid(pid) for pid, *_ in ranks} - {os.getsid(0)}) == 2, "Ctrl-C in a terminal is the launcher's"
     assert [rank[1:] for rank in ranks] == [[max(1, usable_cores() // 2), 2]] * 2
     os.kill(launcher.pid, number)
@@ -287,9 +219,8 @@ def test_the_forked_ranks_are_told_each_signal_once(tmp_path, number):
 def test_a_forked_ranks_own_end_is_the_commands(tmp_path, does, code, told):
     launcher = launched_apart(tmp_path, does)
     launcher.join(240)
-    assert launcher.exitcode == code
-    assert told in (tmp_path / "stderr").read_text()
-    assert "Traceback" not in (tmp_path / "stderr").read_text()
+    said = (tmp_path / "stderr").read_text()
+    assert launcher.exitcode == code and told in said and "Traceback" not in said
 
 
 def train_for_ever(folder):

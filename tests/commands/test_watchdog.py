@@ -31,27 +31,9 @@ def is_alive(process):
     [(signal.SIGSTOP, "is stopped", 2), pytest.param(signal.SIGKILL, "is gone", 3600, marks=pytest.mark.long)],
 )
 def test_one_line_names_the_rank_and_all_end(tmp_path, fault, what, seconds):
-    options = command(
-        "train",
-        *QUICK,
-        "--max_steps",
-        100_000,
-        "--save_steps",
-        0,
-        "--eval_steps",
-        0,
-        "--num_processes",
-        2,
-        "--watchdog",
-        seconds,
-        "--num_workers",
-        1,
-        "--desync_check",
-        "off",
-        "--output_dir",
-        tmp_path,
-    )
-    process = subprocess.Popen(options, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    options = f"--max_steps 100000 --save_steps 0 --eval_steps 0 --num_processes 2 --watchdog {seconds} --num_workers 1"
+    line = command("train", *QUICK, *options.split(), "--desync_check", "off", "--output_dir", tmp_path)
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     shared = set(os.listdir("/dev/shm"))
     until(has_lines(tmp_path / "metrics.jsonl", 3), process, what="three steps")
     ranks, below = ranks_of(process), psutil.Process(process.pid).children(recursive=True)
