@@ -1,24 +1,22 @@
 """Configs: every field documented, read from files and options under every name, wrong ones refused in a line."""
 
 import dataclasses
-import subprocess
-import sys
 
 import pytest
 import yaml
 
-from course_lib.config import Config, RunConfig, build, option, options
+from course_lib.config import Config, build, options
 from course_lib.config import files as config_files
 from course_lib.errors import ConfigError
 from course_lib.writing import write_text
 
-NUMBER_OF_FIELDS = 134
+PIPELINE = {"training_type": "pipeline"}
 
 
 def test_every_field_has_a_docstring_and_a_name_of_its_own():
     names = [o.name for o in options()]
-    assert len(names) == len(set(names)) == NUMBER_OF_FIELDS
-    assert all(o.help.endswith(".") and len(o.help) > 15 for o in options())
+    assert len(names) == len(set(names))
+    assert [o.name for o in options() if not o.help.endswith(".") or len(o.help) <= 15] == []
     assert not set(config_files.ALIASES) & set(names), "an alias hides a field"
     assert set(config_files.ALIASES.values()) <= set(names), "an alias leads nowhere"
 
@@ -34,8 +32,7 @@ def test_a_config_that_an_earlier_version_saved_is_read(tmp_path):
     saved["communication"] |= {"diloco_fragments": 1, "diloco_keep": 0.5}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(saved))
     assert config_files.load([tmp_path / "run.yaml"]).run.max_steps == 7
-    saved["communication"]["diloco_fragments"] = 2
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(saved))
+    (tmp_path / "run.yaml").write_text("communication: {diloco_fragments: 2}")
     with pytest.raises(ConfigError, match=r"unknown key `communication.diloco_fragments`"):
         config_files.load([tmp_path / "run.yaml"])
 
@@ -73,52 +70,51 @@ def test_names_of_other_libraries(given, field, value):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"bath_size": 4}, ["unknown option `bath_size`", "`batch_size`"]),
-        ({"batch_size": 0}, ["`batch_size` cannot be 0", "greater than or equal to 1"]),
-        ({"batch_size": "many"}, ["`batch_size` cannot be 'many'", "integer"]),
-        ({"optimizer": "adam"}, ["`optimizer` cannot be 'adam'", "`adamw`"]),
-        ({"learning_rate": -1}, ["`learning_rate` cannot be -1"]),
-        ({"warmup_ratio": 1.5}, ["`warmup_ratio` cannot be 1.5"]),
-        ({"training_type": "basic", "num_processes": 2}, ["training_type basic runs one process"]),
-        ({"task": "causal_lm", "best_metric": "accuracy"}, ["needs classes"]),
-        ({"best_metric": "perplexity"}, ["language-modelling"]),
-        ({"early_stopping_patience": 2, "eval_steps": 0}, ["needs evaluations"]),
-        ({"resume_from_checkpoint": "latest", "overwrite_output_dir": True}, ["exclude each other"]),
-        ({"cpu_kernels": "faster"}, ["`cpu_kernels` cannot be 'faster'", "`fast`"]),
-        ({"training_type": "pipeline", "batch_size": 4, "pipeline_chunks": 8}, ["batch_size 4 cannot be cut into 8"]),
+        ({"bath_size": 4}, "unknown option `bath_size`.*`batch_size`"),
+        ({"batch_size": 0}, "`batch_size` cannot be 0.*greater than or equal to 1"),
+        ({"batch_size": "many"}, "`batch_size` cannot be 'many'.*integer"),
+        ({"optimizer": "adam"}, "`optimizer` cannot be 'adam'.*`adamw`"),
+        ({"learning_rate": -1}, "`learning_rate` cannot be -1"),
+        ({"warmup_ratio": 1.5}, "`warmup_ratio` cannot be 1.5"),
+        ({"training_type": "basic", "num_processes": 2}, "training_type basic runs one process"),
+        ({"task": "causal_lm", "best_metric": "accuracy"}, "needs classes"),
+        ({"best_metric": "perplexity"}, "language-modelling"),
+        ({"early_stopping_patience": 2, "eval_steps": 0}, "needs evaluations"),
+        ({"resume_from_checkpoint": "latest", "overwrite_output_dir": True}, "exclude each other"),
+        (PIPELINE | {"batch_size": 4, "pipeline_chunks": 8}, "batch_size 4 cannot be cut into 8"),
         (
-            {"training_type": "pipeline", "num_processes": 4, "data_parallel_size": 3, "pipeline_parallel_size": 2},
-            ["data_parallel_size 3 × pipeline_parallel_size 2 is not num_processes 4"],
+            PIPELINE | {"num_processes": 4, "data_parallel_size": 3, "pipeline_parallel_size": 2},
+            "data_parallel_size 3 × pipeline_parallel_size 2 is not num_processes 4",
         ),
-        ({"eval_strategy": "sometimes"}, ["`eval_strategy` cannot be 'sometimes'", "`epoch`"]),
+        ({"eval_strategy": "sometimes"}, "`eval_strategy` cannot be 'sometimes'.*`epoch`"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(given, told):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=told) as error:
         config_files.load([], given)
     assert "\n" not in str(error.value)
-    for part in told:
-        assert part in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("run:\n  bath_size: 3\n", ["unknown key `run.bath_size`", "`batch_size`"]),
-        ("optim:\n  batch_size: 3\n", ["`batch_size` is not in section `optim`", "`run`"]),
-        ("- 1\n", ["holds a list"]),
-        ("run: [1\n", ["is not YAML"]),
-        ("trian: {}\n", ["unknown key `trian`"]),
+        ("run:\n  bath_size: 3\n", "unknown key `run.bath_size`.*`batch_size`"),
+        ("optim:\n  batch_size: 3\n", "`batch_size` is not in section `optim`.*`run`"),
+        ("- 1\n", "holds a list"),
+        ("run: [1\n", "is not YAML"),
+        ("trian: {}\n", "unknown key `trian`"),
+        ("seed: 1\nseed: 2\n", "`seed` stands there twice"),
+        ("run:\n  seed: 1\nseed: 2\n", "`seed` stands there twice"),
+        ("run:\n  seed: 1\n  seed: 1\n", "`seed` stands there twice"),
+        ("mixed_precision: no\n", "cannot be False: .*in YAML in quotes, as in 'no'"),
     ],
 )
 def test_wrong_files_are_refused_in_one_line(tmp_path, text, told):
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=told) as error:
         config_files.load([path])
     assert str(path) in str(error.value) and "\n" not in str(error.value)
-    for part in told:
-        assert part in str(error.value)
 
 
 def test_missing_and_undecodable_files(tmp_path):
@@ -137,13 +133,11 @@ def test_a_split_spec_may_be_a_mapping():
 
 
 def test_configs_are_frozen_and_replace_validates():
-    config = Config()
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.run.batch_size = 4  # type: ignore[misc]
-    assert config.replace(batch_size=4).run.batch_size == 4
+        Config().run.batch_size = 4
+    assert Config().replace(batch_size=4).run.batch_size == 4
     with pytest.raises(ConfigError):
-        config.replace(batch_size=0)
-    assert option("batch_size").default == RunConfig().batch_size
+        Config().replace(batch_size=0)
 
 
 def test_output_dir_names_fields():
@@ -152,30 +146,9 @@ def test_output_dir_names_fields():
         _ = build({"output_dir": "out/{nothing}"}).output_dir
 
 
-def test_importing_the_config_imports_no_torch():
-    code = "import sys, course_lib.config.files as c; c.load(); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
-    assert done.stdout.strip() == "False"
-
-
 def test_a_file_is_never_left_half_written(tmp_path):
     path = tmp_path / "summary.json"
     write_text(path, "old")
     with pytest.raises(UnicodeEncodeError):
         write_text(path, "\udcff")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("seed: 1\nseed: 2\n", "`seed` stands there twice"),
-        ("run:\n  seed: 1\nseed: 2\n", "`seed` stands there twice"),
-        ("run:\n  seed: 1\n  seed: 1\n", "`seed` stands there twice"),
-        ("mixed_precision: no\n", "cannot be False: .*in YAML in quotes, as in 'no'"),
-    ],
-)
-def test_yaml_that_says_two_things_or_another_is_refused(text, said, tmp_path):
-    (tmp_path / "a.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=said):
-        config_files.load([tmp_path / "a.yaml"])

@@ -26,8 +26,8 @@ from course_lib.system import hub_reachable, machine
 def endpoint(monkeypatch):
     """Set where the Hub is said to be; what the shell says about being offline does not count."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
     return lambda url: monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
 
 
@@ -42,27 +42,22 @@ class _Answers(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize("status", [200, 404, 503])
-def test_any_answer_means_that_the_hub_is_there(endpoint, status):
-    handler = type("Handler", (_Answers,), {"status": status})
-    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+@pytest.mark.parametrize("status", [200, 503])
+def test_any_answer_means_that_the_hub_is_there(endpoint, monkeypatch, status):
+    monkeypatch.setattr(_Answers, "status", status)
+    with http.server.HTTPServer(("127.0.0.1", 0), _Answers) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         endpoint(f"http://127.0.0.1:{server.server_port}")
         assert hub_reachable.problem() is None
         server.shutdown()
 
 
-def test_a_refused_connection_is_named(endpoint):
+def test_a_refused_connection_is_named_and_a_silent_hub_costs_no_more_than_the_timeout(endpoint):
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # bound and not listening: refused, and nobody else can take the port
         endpoint(f"http://127.0.0.1:{bound.getsockname()[1]}")
         assert "refused" in hub_reachable.problem()
-
-
-def test_a_silent_hub_costs_no_more_than_the_timeout(endpoint):
-    """It never answers: without a limit the call would not return, and pytest would end it."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        bound.listen()  # and never answers: without a limit the call would not return, and pytest would end it
         assert hub_reachable.problem(timeout=0.3)
 
 
@@ -75,10 +70,8 @@ def test_a_name_server_that_hangs_costs_no_more_than_the_timeout(endpoint, monke
         raise socket.gaierror("no answer")
 
     monkeypatch.setattr(socket, "getaddrinfo", hangs)
-    try:
-        assert "within 0.2 s" in hub_reachable.problem(timeout=0.2)
-    finally:
-        told.set()
+    assert "within 0.2 s" in hub_reachable.problem(timeout=0.2)
+    told.set()
 
 
 def test_offline_mode_asks_nobody(endpoint, monkeypatch):
@@ -94,21 +87,23 @@ def test_describe_agrees_with_other_sources(endpoint):
     assert 1 <= found.cores <= allowed
     assert 0 < found.memory_available_bytes <= found.memory_bytes <= psutil.virtual_memory().total
     assert found.cpu and found.python == ".".join(map(str, sys.version_info[:3]))
-    assert len(found.gpus) == torch.cuda.device_count()
-    assert "gloo" in found.backends
+    assert len(found.gpus) == torch.cuda.device_count() and "gloo" in found.backends and found.hub_problem
     assert found.engines["torch"] == importlib.metadata.version("torch")
-    assert found.hub_problem
+    assert machine.version("no-such-distribution") is None
     assert json.loads(json.dumps(dataclasses.asdict(found)))["cores"] == found.cores
 
 
-if hasattr(os, "sched_setaffinity"):  # macOS has no affinity to count
+def printed(code):
+    """What a new interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
+    return done.stdout
 
-    def test_affinity_is_counted():
-        code = (
-            "import os; from course_lib.launching.cores import usable_cores;"
-            "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(usable_cores())"
-        )
-        assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=240).stdout == b"1\n"
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="macOS has no affinity to count")
+def test_affinity_is_counted():
+    own = "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
+    code = f"import os; from course_lib.launching.cores import usable_cores; {own}; print(usable_cores())"
+    assert printed(code) == "1\n"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +112,6 @@ if hasattr(os, "sched_setaffinity"):  # macOS has no affinity to count
         ({"cpu.max": "150000 100000"}, 2),
         ({"cpu.max": "20000 100000"}, 1),
         ({"cpu.max": "max 100000"}, 64),
-        ({}, 64),
         ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
         ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
     ],
@@ -130,23 +124,11 @@ def test_a_containers_share_of_the_cpu_is_counted(tmp_path, monkeypatch, files, 
     assert usable_cores(tmp_path) == quota
 
 
-def test_version_does_not_import():
-    assert machine.version("no-such-distribution") is None
-    code = (
-        "import sys; from course_lib.system import machine;"
-        "print([machine.version(n) for n in machine.ENGINES]);"
-        "print([m for m in ('deepspeed', 'accelerate', 'wandb', 'datasets') if m in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True).stdout
-    assert out.splitlines()[-1] == "[]"
-
-
 @pytest.mark.parametrize(
     ("line", "files", "limit"),
     [
         ("0::/box/inner", {"box/memory.max": "3000", "box/inner/memory.max": "max"}, 3000),
         ("0::/box/inner", {"box/memory.max": "3000", "box/inner/memory.max": "2000"}, 2000),
-        ("0::/", {"memory.max": "1000"}, 1000),
         ("0::/box", {"box/memory.max": "max"}, None),
         ("4:memory:/job", {"memory/job/memory.limit_in_bytes": "4000"}, 4000),
         ("9:cpu,memory:/", {"memory/memory.limit_in_bytes": "5000"}, 5000),
@@ -160,19 +142,15 @@ def test_memory_limits_of_containers(tmp_path, line, files, limit):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text + "\n")
     assert machine.cgroup_memory_limit(proc, root) == limit
-
-
-def test_no_cgroups_no_limit(tmp_path):
-    assert machine.cgroup_memory_limit(tmp_path / "absent", tmp_path) is None
+    assert machine.cgroup_memory_limit(tmp_path / "absent", root) is None
 
 
 @pytest.mark.parametrize(
     ("features", "native"),
     [
-        ({"avx2": True, "avx512_f": True, "avx512_bf16": False}, False),  # converts, slower than fp32
+        ({"avx512_f": True, "avx512_bf16": False}, False),  # converts, slower than fp32
         ({"avx512_f": True, "avx512_bf16": True}, True),
         ({"amx_bf16": True}, True),
-        ({"neon": True, "bf16": False}, False),
         ({"neon": True, "bf16": True}, True),
     ],
 )
@@ -181,12 +159,7 @@ def test_bf16_is_native_only_with_the_instructions(monkeypatch, features, native
     monkeypatch.setattr(sys, "platform", "linux")
     assert machine.native_bf16("cpu") is native
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert machine.native_bf16("cpu") is False
-
-
-def test_bf16_of_other_devices():
-    assert machine.native_bf16("mps") is False
-    assert machine.native_bf16("cuda") is (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0))
+    assert machine.native_bf16("cpu") is machine.native_bf16("mps") is False
 
 
 def test_matmul_rate_counts_two_operations_a_product_term_and_takes_the_fastest(monkeypatch):
@@ -201,10 +174,7 @@ def test_matmul_rate_counts_two_operations_a_product_term_and_takes_the_fastest(
     monkeypatch.setattr(machine.time, "perf_counter", lambda: now[0])
     assert machine.matmul_rate(torch.float32, size=32, seconds=0.1) == pytest.approx(2 * 32**3 / 0.01)
     assert now[0] == pytest.approx(0.12), "six products: the sixth begins within the time"
-
-
-def test_matmul_rate_gives_at_least_one_measurement():
-    assert machine.matmul_rate(torch.bfloat16, size=16, seconds=0) > 0
+    assert machine.matmul_rate(torch.bfloat16, size=16, seconds=0) > 0, "at least one"
 
 
 def fresh_pages(size):
@@ -227,5 +197,4 @@ def test_peak_memory_grows_with_what_is_held():
 def test_peak_memory_is_the_process_own_and_not_its_launcher_s():
     block = fresh_pages(psutil.Process().memory_info().rss // 2 + 600_000_000)
     code = "from course_lib.system import hub_reachable as hub, machine; print(machine.peak_memory_bytes('cpu'))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True).stdout
-    assert int(out) < 600_000_000 < block.size
+    assert int(printed(code)) < 600_000_000 < block.size
