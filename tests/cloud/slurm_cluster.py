@@ -54,23 +54,12 @@ def unpacked(folder: Path) -> Path:
     user = getpass.getuser()  # apt's own user may not write here
 
     def apt(*words: str) -> str:
-        options = (
-            f"Dir::State={state}",
-            "Dir::State::status=/var/lib/dpkg/status",
-            f"Dir::Cache={cache}",
-            f"APT::Sandbox::User={user}",
-            "APT::Update::Error-Mode=any",
-            "Acquire::Languages=none",
+        settings = (
+            f"-oDir::State={state} -oDir::State::status=/var/lib/dpkg/status -oDir::Cache={cache} "
+            f"-oAPT::Sandbox::User={user} -oAPT::Update::Error-Mode=any -oAcquire::Languages=none"
         )
-        settings = [word for option in options for word in ("-o", option)]
-        done = subprocess.run(
-            ["apt-get", *settings, *words],
-            cwd=debs,
-            capture_output=True,
-            text=True,
-            timeout=480,
-            env=os.environ | {"LC_ALL": "C"},
-        )
+        command, env = ["apt-get", *settings.split(), *words], os.environ | {"LC_ALL": "C"}
+        done = subprocess.run(command, cwd=debs, capture_output=True, text=True, timeout=480, env=env)
         if done.returncode:
             wrong = next((line for line in done.stderr.splitlines() if line.startswith("E: ")), done.stderr)
             pytest.skip(f"Slurm was not run: `apt-get {words[0]}` said {wrong}")
@@ -95,10 +84,9 @@ def free_ports(count: int) -> list[int]:
 def ended(daemon: subprocess.Popen) -> None:
     """Ends a daemon; one that waits for a job which a test has left is killed."""
     daemon.terminate()
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         daemon.wait(10)
-    except subprocess.TimeoutExpired:
-        daemon.kill()
+    daemon.kill()
 
 
 @contextlib.contextmanager
@@ -111,19 +99,13 @@ def cluster(folder: Path):
     (folder / "state").mkdir()
     host = socket.gethostname().split(".")[0]
     conf = folder / "slurm.conf"
-    conf.write_text(
-        CONF.format(host=host, user=getpass.getuser(), ports=free_ports(3), plugins=auth.parent, folder=folder)
-    )
-    env = os.environ | {
-        "SLURM_CONF": str(conf),
-        "LD_LIBRARY_PATH": f"{auth.parent.parent}:{auth.parent}",
-        "PATH": f"{root}/usr/bin:{os.environ['PATH']}",
-    }
+    filled = CONF.format(host=host, user=getpass.getuser(), ports=free_ports(3), plugins=auth.parent, folder=folder)
+    conf.write_text(filled)
+    paths = {"PATH": f"{root}/usr/bin:{os.environ['PATH']}", "LD_LIBRARY_PATH": f"{auth.parent.parent}:{auth.parent}"}
+    env = os.environ | paths | {"SLURM_CONF": str(conf)}
     controller, node, step = (next((root / "usr/sbin").glob(f"{name}*")) for name in DAEMONS)
-    commands = {
-        "controller": [controller, "-D"],
-        **{name: [node, "-D", "-N", name, "-d", step] for name in ("node1", "node2")},
-    }
+    commands = {name: [node, "-D", "-N", name, "-d", step] for name in ("node1", "node2")}
+    commands = {"controller": [controller, "-D"], **commands}
     with contextlib.ExitStack() as stack:
         for name, command in commands.items():
             log = stack.enter_context(open(folder / f"{name}.log", "w"))
@@ -131,17 +113,14 @@ def cluster(folder: Path):
             stack.callback(ended, daemon)
 
         def said(*command: str) -> str:
-            done = subprocess.run(
-                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=30
-            )
-            return done.stdout.strip()
+            both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            return subprocess.run(command, env=env, text=True, timeout=30, **both).stdout.strip()
+
+        def logs() -> str:
+            return "\n".join(f"{name}.log:\n{(folder / f'{name}.log').read_text()}" for name in commands)
 
         def wait_for(wanted: str, *command: str) -> None:
-            until(
-                lambda: said(*command) == wanted,
-                what=f"{command[0]}: {wanted}",
-                told=lambda: "\n".join(f"{name}.log:\n{(folder / f'{name}.log').read_text()}" for name in commands),
-            )
+            until(lambda: said(*command) == wanted, what=f"{command[0]}: {wanted}", told=logs)
 
         wait_for("2 idle", "sinfo", "-h", "-o", "%D %T")
         try:

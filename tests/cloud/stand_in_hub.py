@@ -14,23 +14,18 @@ LIMITED = "hf_" + "readonlyTOKEN0123456789"
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves on a port of the system's choice; use as a context manager.
-
-    Attributes:
-        mode: what it asks the client to do with files: ``regular`` or ``lfs``.
-        break_after: refuse uploads of large files once so many have come; None: never.
-        repos: files by repository.
-        private: repositories made private.
-        uploads: names of the large files that were sent, in order.
-        asked: (method, path) of every request.
-    """
+    """Serves on a port of the system's choice; use as a context manager."""
 
     daemon_threads = True
 
     def __init__(self, mode="regular"):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.mode, self.break_after, self.one_at_a_time = mode, None, threading.Lock()
-        self.repos, self.private, self.blobs, self.uploads, self.asked = {}, set(), {}, [], []
+        self.mode = mode  # what it asks the client to do with files: regular or lfs
+        self.break_after = None  # refuse uploads of large files once so many have come
+        self.repos, self.private = {}, set()  # files by repository, and those that are private
+        self.blobs, self.uploads = {}, []  # the large files that were sent, and their names in order
+        self.asked = []  # method and path of every request
+        self.one_at_a_time = threading.Lock()
 
     @property
     def url(self):
@@ -74,13 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         return True
 
-    def do_HEAD(self):
-        self.read()
-
     def do_GET(self):
-        self.read()
-
-    def read(self):
         hub, path = self.server, self.path.split("?")[0]
         hub.asked.append((self.command, path))
         for repo, files in hub.repos.items():
@@ -91,17 +80,12 @@ class _Handler(BaseHTTPRequestHandler):
                     return self.answer(200, files[name], ETag=f'"{digest}"', X_Repo_Commit="c" * 40)
                 return self.answer(404, {"error": "not found"}, X_Error_Code="EntryNotFound")
             if path.startswith(f"/api/models/{repo}"):
-                return self.answer(
-                    200,
-                    {
-                        "id": repo,
-                        "sha": "c" * 40,
-                        "private": repo in hub.private,
-                        "tags": [],
-                        "siblings": [{"rfilename": name} for name in files],
-                    },
-                )
+                there = [{"rfilename": name} for name in files]
+                about = {"id": repo, "sha": "c" * 40, "private": repo in hub.private, "tags": [], "siblings": there}
+                return self.answer(200, about)
         return self.answer(200 if path == "/" else 404, {})
+
+    do_HEAD = do_GET
 
     def do_PUT(self):
         hub = self.server
@@ -134,40 +118,17 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/validate-yaml":
             return self.answer(200, {"errors": [], "warnings": []})
         if "/preupload/" in path:
-            files = json.loads(body)["files"]
-            return self.answer(
-                200,
-                {
-                    "files": [
-                        {
-                            "path": file["path"],
-                            "shouldIgnore": False,
-                            "oid": None,
-                            "uploadMode": "lfs"
-                            if file["path"].endswith(".safetensors") and hub.mode == "lfs"
-                            else "regular",
-                        }
-                        for file in files
-                    ]
-                },
-            )
+            files = []
+            for name in (file["path"] for file in json.loads(body)["files"]):
+                mode = hub.mode if name.endswith(".safetensors") else "regular"
+                files.append({"path": name, "shouldIgnore": False, "oid": None, "uploadMode": mode})
+            return self.answer(200, {"files": files})
         if path.endswith("/info/lfs/objects/batch"):
-            objects = json.loads(body)["objects"]
-            return self.answer(
-                200,
-                {
-                    "transfer": "basic",
-                    "objects": [
-                        {"oid": o["oid"], "size": o["size"]}
-                        | (
-                            {}
-                            if o["oid"] in hub.blobs
-                            else {"actions": {"upload": {"href": f"{hub.url}/upload/{o['oid']}"}}}
-                        )
-                        for o in objects
-                    ],
-                },
-            )
+            objects = [{"oid": wanted["oid"], "size": wanted["size"]} for wanted in json.loads(body)["objects"]]
+            for wanted in objects:
+                if wanted["oid"] not in hub.blobs:
+                    wanted["actions"] = {"upload": {"href": f"{hub.url}/upload/{wanted['oid']}"}}
+            return self.answer(200, {"transfer": "basic", "objects": objects})
         if "/commit/" in path:
             repo = path.split("/commit/")[0].removeprefix("/api/models/")
             for line in map(json.loads, body.splitlines()):
@@ -176,13 +137,6 @@ class _Handler(BaseHTTPRequestHandler):
                     hub.repos[repo][value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":
                     hub.repos[repo][value["path"]] = hub.blobs[value["oid"]]
-            return self.answer(
-                200,
-                {
-                    "success": True,
-                    "commitOid": "c" * 40,
-                    "commitUrl": f"{hub.url}/{repo}/commit/{'c' * 40}",
-                    "hookOutput": "",
-                },
-            )
+            commit = {"commitOid": "c" * 40, "commitUrl": f"{hub.url}/{repo}/commit/{'c' * 40}"}
+            return self.answer(200, {"success": True, "hookOutput": ""} | commit)
         return self.answer(404, {"error": f"no {path}"})

@@ -46,13 +46,9 @@ def test_the_estimator_asks_for_the_same_job(version_2, tmp_path):
     account = Account(ROLE, bucket="mine", tags={"team": "nlp"}, environment={"NCCL_DEBUG": "INFO"})
     with tarfile.open(sagemaker.stage(tmp_path)) as packed:
         packed.extractall(tmp_path / "code", filter="data")
-    done = run(
-        version_2,
-        ROOT / "tests/cloud/sagemaker_v2.py",
-        env=os.environ | CREDENTIALS,
-        cwd=tmp_path,
-        input=json.dumps(sagemaker.estimator_v2(job, account, tmp_path / "code")),
-    )
+    asked = json.dumps(sagemaker.estimator_v2(job, account, tmp_path / "code"))
+    script = ROOT / "tests/cloud/sagemaker_v2.py"
+    done = run(version_2, script, env=os.environ | CREDENTIALS, cwd=tmp_path, input=asked)
     assert done.returncode == 0, done.stdout + done.stderr  # the SDK's tracebacks are on stdout
     theirs, ours = json.loads(done.stdout.splitlines()[-1]), sagemaker.request(job, account)
     same = ("RoleArn", "EnableManagedSpotTraining", "StoppingCondition", "CheckpointConfig", "Tags")
