@@ -17,9 +17,8 @@ from course_lib.training.callbacks.histograms import BINS, histograms
 
 @pytest.fixture
 def runs_folder(tmp_path, monkeypatch):
-    """Two runs, each in a folder of its own, of which the second is not finished."""
+    """Two runs, each in a folder of its own, and the tracker of the second."""
     monkeypatch.delenv("TRACKIO_DIR", raising=False)
-    trackers = []
     for number, name in enumerate(("first", "second")):
         tracker = TrackioTracker(RunInfo(f"id{number}", name, "project", "pair", tmp_path / "runs" / name / "tracking"))
         tracker.start()
@@ -27,36 +26,26 @@ def runs_folder(tmp_path, monkeypatch):
         tracker.log({"train/loss": 1.0 + number}, 10)
         tracker.table("test/wrong_predictions", ("row", "text"), [[4, "a text"], [5, "<b>another</b>"]], 10)
         tracker.confusion("test/confusion_matrix", ("yes", "no"), [[3, 1], [2, 4]], 10)
-        if not number:
-            tracker.finish()
-        trackers.append(tracker)
-    yield tmp_path / "runs", trackers[1]
-    trackers[1].finish()
+        tracker.finish()
+    return tmp_path / "runs", tracker
 
 
 def test_the_default_is_trackio_and_a_variable_sets_another():
-    def default(**environment):
-        program = "from course_lib.config import Config; print(Config().tracking.tracker)"
-        return subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=rest | environment
-        ).stdout.strip()
-
+    program = "from course_lib.config import Config; print(Config().tracking.tracker)"
     rest = {name: value for name, value in os.environ.items() if name != "COURSE_TRACKER"}
-    assert default() == "trackio" and default(COURSE_TRACKER="jsonl") == "jsonl"
+    for default, env in (("trackio", rest), ("jsonl", rest | {"COURSE_TRACKER": "jsonl"})):
+        assert subprocess.check_output([sys.executable, "-c", program], text=True, env=env).strip() == default
     assert build({}).tracking.tracker == os.environ["COURSE_TRACKER"] == "none", "tests track what they name"
 
 
 def test_each_run_keeps_its_own_database_with_its_tables(runs_folder, monkeypatch):
     folder, second = runs_folder
-    second.finish()
-    runs_read = read_runs(folder)
-    assert [(run.name, run.state, run.group, run.id) for run in runs_read] == [
-        ("first", "finished", "pair", "id0"),
-        ("second", "finished", "pair", "id1"),
-    ]
-    assert runs_read[0].folder == folder / "first" / "tracking" / "trackio" != runs_read[1].folder
-    assert runs_read[1].config["learning_rate"] == 0.1
-    assert runs_read[0].tables == {
+    first, other = read_runs(folder)
+    assert (first.name, first.state, first.group, first.id) == ("first", "finished", "pair", "id0")
+    assert (other.name, other.state, other.group, other.id) == ("second", "finished", "pair", "id1")
+    assert first.folder == folder / "first" / "tracking" / "trackio" != other.folder
+    assert other.config["learning_rate"] == 0.1
+    assert first.tables == {
         "test/wrong_predictions": (["row", "text"], [[4, "a text"], [5, "<b>another</b>"]]),
         "test/confusion_matrix": (["actual", "yes", "no"], [["yes", 3, 1], ["no", 2, 4]]),
     }
