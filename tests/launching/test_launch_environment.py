@@ -20,16 +20,13 @@ BATCH = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
         (STEP, 4, "Slurm has 4 tasks"),
         (STEP, 1, ""),
         (BATCH | {"SLURM_PROCID": "3"}, None, "the one numbered 3 has no rank"),
-        (BATCH, None, "Slurm has 4 tasks"),
         (BATCH, 4, ""),
         (BATCH | {"SLURM_STEP_NUM_TASKS": "1"}, None, ""),
-        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None, ""),
         ({"SLURM_NTASKS": "4"}, None, ""),
         ({}, None, ""),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, None, "mpirun started 2 copies"),
         ({"PMI_SIZE": "2"}, 2, "mpirun started 2"),
         ({"PMI_SIZE": "1"}, None, ""),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, 1, ""),
     ],
 )
 def test_copies_without_ranks(environ, num_processes, told):
