@@ -2,7 +2,9 @@
 
 import pytest
 
+from course_lib.lessons import parity
 from tests import cpu_by_room
+from tests.gpu import training
 from tests.gpu.machine import ON_HARDWARE, machine
 from tests.gpu_sim.build import missing
 
@@ -18,6 +20,13 @@ def gpus():
     with machine() as made:
         cpu_by_room.beside.append(made.cpu)
         yield made
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The parity task's plain loop on the CPU."""
+    folder = tmp_path_factory.mktemp("plain")
+    return parity.trace(parity.task(folder, 1, training_type="basic", max_steps=training.STEPS))
 
 
 @pytest.fixture(autouse=True)

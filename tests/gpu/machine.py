@@ -4,6 +4,7 @@ With GPU_TESTS=hardware in the environment it has the machine's own GPUs instead
 """
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import os
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from typing import Any
 import cloudpickle
 import psutil
 import pytest
+import torch.distributed as dist
+
+from course_lib.launching.launch import launch
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -77,15 +80,7 @@ class Machine:
         self.connection = own
         self.process = psutil.Process(own.recv())
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        gpus: int = 2,
-        timeout: float = 480.0,
-        environment: dict[str, str] | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def run(self, function, *args, gpus=2, timeout=1800.0, environment=None, **kwargs):
         """Call ``function(*args, **kwargs)`` in a new process that sees ``gpus`` GPUs; its return value.
 
         The process has used neither the device nor autograd: it may fork ranks (``start_method="fork"``). On real GPUs
@@ -96,20 +91,18 @@ class Machine:
         """
         return self.run_each([(function, args, kwargs)], gpus, timeout, environment)[0]
 
-    def run_each(
-        self,
-        calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]],
-        gpus: int = 2,
-        timeout: float = 480.0,
-        environment: dict[str, str] | None = None,
-    ) -> list[Any]:
+    def ranks(self, number, function, *args, gpus=None, environment=None, **kwargs):
+        """What a function returns on each of so many ranks, which are forked where there are as many GPUs, or more."""
+        return self.run(on_ranks, number, function, *args, gpus=gpus or number, environment=environment, **kwargs)
+
+    def run_each(self, calls, gpus=2, timeout=1800.0, environment=None):
         """Several calls at the same time, each as `run` does it; what waits does not hold up the others."""
         options = (_real(gpus) if ON_HARDWARE else {"GPU_SIM": str(gpus)}) | (environment or {})
         sent = []
         for function, args, kwargs in calls:
-            module = inspect.getmodule(function)
-            if module is not None and module.__name__.startswith("tests."):
-                cloudpickle.register_pickle_by_value(module)
+            for module in map(inspect.getmodule, filter(callable, (function, *args))):
+                if module is not None and module.__name__.startswith("tests.") and module.__name__ != __name__:
+                    cloudpickle.register_pickle_by_value(module)
             self.runs += 1
             folder = self.root / f"run-{self.runs}"
             folder.mkdir(parents=True)
@@ -136,6 +129,43 @@ class Machine:
             self.process.wait(240)
 
 
+def on_ranks(number, function, *args, device="cuda", **kwargs):
+    """What a function returns on each of so many ranks, forked from here."""
+    return launch(
+        functools.partial(function, *args, **kwargs),
+        num_processes=number,
+        device=device,
+        start_method="fork",
+        timeout=600,
+        stream=False,
+    )
+
+
+def _joined(test, fixtures):
+    dist.init_process_group("nccl")
+    test(**fixtures)
+
+
+def on_gpu_ranks(number, gpus=None, environment=None):
+    """Makes a test run on each of so many ranks in an NCCL group: what it asserts is asserted there.
+
+    It may ask for fixtures that can be sent to another process, such as ``tmp_path``.
+    """
+
+    def decorate(test):
+        @functools.wraps(test)
+        def on_each_rank(**fixtures):
+            machine = fixtures.pop("gpus")
+            machine.ranks(number, _joined, test, fixtures, gpus=gpus, environment=environment)
+
+        own = list(inspect.signature(test).parameters.values())
+        added = inspect.Parameter("gpus", inspect.Parameter.KEYWORD_ONLY)
+        on_each_rank.__signature__ = inspect.Signature([*own, added])
+        return on_each_rank
+
+    return decorate
+
+
 def _real(gpus: int) -> dict[str, str]:
     """Variables for a process that is to see so many of the machine's GPUs; skips the test where there are fewer."""
     import torch
@@ -159,9 +189,9 @@ def wants_simulation(error: BaseException | None) -> bool:
 
 
 def _serve(connection: Connection) -> None:
-    import torch  # noqa: F401
-
     import course_lib.training.run  # noqa: F401
+    import tests.gpu.machine
+    import tests.gpu.training  # noqa: F401
     from tests.narrow_presets import narrowed
 
     with contextlib.suppress(EOFError), contextlib.nullcontext() if ON_HARDWARE else narrowed():

@@ -1,5 +1,6 @@
 """Every strategy by every engine on GPUs: trains, saves and goes on as the plain loop on a CPU does."""
 
+import contextlib
 import datetime
 import os
 from unittest import mock
@@ -7,16 +8,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing import assert_close
 
 from course_lib.errors import ConfigError
-from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.parallel import collectives, sharding
 from course_lib.parallel.sharding import Shard
 from course_lib.system import seeding
-from course_lib.training import evaluation, precision, run
+from course_lib.training import precision, run
 from course_lib.training.engines import build_engine, process_group
 from tests.gpu import training as t
+from tests.gpu.machine import on_gpu_ranks
+from tests.long_cases import some
 
 FIRST = [("ddp", "torch"), ("zero1", "torch"), ("zero3", "scratch"), ("fsdp", "torch")]
 GROUPS = {  # pairs that can share a process: DeepSpeed and Accelerate's plugin leave their marks on it
@@ -25,23 +28,17 @@ GROUPS = {  # pairs that can share a process: DeepSpeed and Accelerate's plugin 
     "accelerate": [pair for pair in t.PAIRS if pair[1] == "accelerate"],
     "deepspeed": [pair for pair in t.PAIRS if pair[1] == "deepspeed"],
 }
-SOME = [pytest.param(name, marks=() if name == "some" else pytest.mark.long) for name in GROUPS]
 ACROSS = [  # saved by two ranks, resumed by three
     (("zero1", "torch"), ("zero3", "scratch")),
     (("fsdp", "torch"), ("ddp", "torch")),
     (("ddp", "torch"), ("fsdp", "scratch")),
     (("zero3", "scratch"), ("zero1", "torch")),
 ]
+GIVEN_UP = {"GPU_SIM_TIMEOUT": "10"}
 
 
 def test_every_pair_is_tried():
-    assert sorted(pair for group in GROUPS.values() for pair in group) == sorted(t.PAIRS) and len(t.PAIRS) == 14
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """The plain loop on the CPU."""
-    return parity.trace(parity.task(tmp_path_factory.mktemp("plain"), 1, training_type="basic", max_steps=t.STEPS))
+    assert sorted(pair for group in GROUPS.values() for pair in group) == sorted(t.PAIRS)
 
 
 @pytest.fixture(scope="module")
@@ -51,25 +48,22 @@ def first_runs(gpus, tmp_path_factory):
 
     def of(group):
         if group not in found:
-            runs = [t.of(pair, **t.SAVING) for pair in GROUPS[group]]
-            found[group] = gpus.run(t.launched, folder, 2, runs, gpus=4, timeout=1800)
+            found[group] = t.trained(gpus, folder, 2, [t.of(pair, **t.SAVING) for pair in GROUPS[group]], gpus=4)
         return found[group], folder
 
     return of
 
 
-@pytest.mark.parametrize("group", SOME)
+@pytest.mark.parametrize("group", some(GROUPS, "some"))
 def test_they_train_as_the_plain_loop_does(first_runs, plain, group):
-    found, _ = first_runs(group)
-    assert len(found[0]) == len(GROUPS[group])
-    t.agree(found, plain)
+    t.agree(first_runs(group)[0], plain)
 
 
-@pytest.mark.parametrize("group", SOME)
+@pytest.mark.parametrize("group", some(GROUPS, "some"))
 def test_they_go_on_where_they_stood_and_where_fewer_gpus_are_seen(gpus, first_runs, plain, tmp_path, group):
     _, folder = first_runs(group)
     runs = [t.of(pair, resume_from_checkpoint=t.saved(folder, pair)) for pair in GROUPS[group]]
-    t.agree(gpus.run(t.launched, tmp_path, 2, runs, gpus=2, timeout=1800), plain, from_step=t.SAVED_AT)
+    t.agree(t.trained(gpus, tmp_path, 2, runs), plain, from_step=t.SAVED_AT)
 
 
 @pytest.mark.long
@@ -77,7 +71,7 @@ def test_more_ranks_go_on_with_another_strategy_and_engine(gpus, first_runs, pla
     _, folder = first_runs("some")
     layout = {"global_batch_size": parity.GLOBAL_ROWS, "batch_size": 2, "gradient_accumulation_steps": 1}
     runs = [t.of(after, resume_from_checkpoint=t.saved(folder, before), **layout) for before, after in ACROSS]
-    t.agree(gpus.run(t.launched, tmp_path, 3, runs, gpus=3, timeout=1200), plain, from_step=t.SAVED_AT)
+    t.agree(t.trained(gpus, tmp_path, 3, runs), plain, from_step=t.SAVED_AT)
 
 
 @pytest.mark.long
@@ -88,12 +82,47 @@ def test_any_number_of_ranks_goes_on_from_deepspeed_and_from_accelerate(gpus, fi
         (t.name_of(pair), {"strategy": "zero2", "engine": "scratch", "resume_from_checkpoint": t.saved(folder, pair)})
         for folder, pair in saved
     ]
-    assert len(runs) == 4
-    t.agree(gpus.run(t.launched, tmp_path, ranks, runs, gpus=ranks, timeout=1200), plain, from_step=t.SAVED_AT)
+    t.agree(t.trained(gpus, tmp_path, ranks, runs), plain, from_step=t.SAVED_AT)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("order", ["early-1", "early-2"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_in_whatever_order_results_come_there_is_no_race(gpus, plain, tmp_path, group, order):
+    t.agree(t.trained(gpus, tmp_path, 2, [t.of(pair) for pair in GROUPS[group]], environment=t.ORDERS[order]), plain)
+
+
+class NotWaitedFor:
+    """A collective's work whose wait does nothing."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def wait(self):
+        return True
+
+
+def kinds_of_findings(folder, engine):
+    """Of a run whose streams, or whose gathers, no longer wait for one another."""
+    import gpu_sim
+
+    if engine == "torch":
+        torch.cuda.Stream.wait_event = torch.cuda.Event.wait = lambda *_: None
+    else:
+        gather = dist.all_gather_single
+        dist.all_gather_single = lambda *args, **options: NotWaitedFor(gather(*args, **options))
+    with contextlib.suppress(Exception):  # what it computes is garbage, which an engine may notice
+        t.found_on(folder, 2, [t.of(("fsdp", engine))])
+    return {finding.kind for finding in gpu_sim.findings()}
+
+
+@pytest.mark.parametrize("engine", ["torch", "scratch"])
+def test_without_their_waits_the_same_engines_are_caught(gpus, tmp_path, engine):
+    kinds = set().union(*gpus.ranks(2, kinds_of_findings, tmp_path, engine, environment=GIVEN_UP))
+    assert kinds & {"read before it was written", "two writes at once", "written while it was read", "never waited for"}
 
 
 def without_a_launcher(folder, runs):
-    assert "RANK" not in os.environ
     found = t.found_on(folder, 1, runs)
     assert "RANK" not in os.environ and "MASTER_PORT" not in os.environ
     return found
@@ -108,8 +137,7 @@ def without_a_launcher(folder, runs):
     ids=["others", "deepspeed"],
 )
 def test_one_process_that_nobody_launched_shares_its_state_with_itself(gpus, plain, tmp_path, pairs):
-    runs = [t.of(pair) for pair in pairs]
-    t.agree([gpus.run(without_a_launcher, tmp_path, runs, gpus=1, timeout=1200)], plain)
+    t.agree([gpus.run(without_a_launcher, tmp_path, [t.of(pair) for pair in pairs], gpus=1)], plain)
 
 
 # --- a whole run ---
@@ -127,12 +155,8 @@ def watched_run(folder):
         return *t.whole_run(folder, {"strategy": "fsdp", "batch_size": 4}), groups
 
 
-def watched_runs(folder):
-    return launch(watched_run, folder, num_processes=2, device="cuda", start_method="fork", timeout=800, stream=False)
-
-
 def test_a_whole_run_and_nobody_waits_while_rank_0_scores_baselines(gpus, tmp_path):
-    (summary, findings, groups), (_, others, none) = gpus.run(watched_runs, tmp_path / "run", timeout=1000)
+    (summary, findings, groups), (_, others, none) = gpus.ranks(2, watched_run, tmp_path / "run")
     assert findings == others == [] and (groups, none) == ([False], [])
     assert summary["device"] == "cuda" and summary["train"]["steps"] == 3 and summary["eval"]["rows"] == 16
     assert set(summary["baselines"]) == {"majority_class", "tfidf_logistic_regression"}
@@ -142,33 +166,30 @@ def test_a_whole_run_and_nobody_waits_while_rank_0_scores_baselines(gpus, tmp_pa
 # --- the process group ---
 
 
-def connected(folder, watchdog):
-    """An engine's group as it is made, and the GPU that was current when the first question was put to CUDA."""
+def connected(folder, watchdog, minutes):
+    """Makes an engine's group, and asks which GPU is current when the first question is put to CUDA."""
     import gpu_sim.cuda
 
     torch.cuda.set_device(0)  # as in a rank that torchrun has started
     asked, own = [], torch.cuda.is_bf16_supported
-    with mock.patch.object(
-        torch.cuda, "is_bf16_supported", lambda *a, **k: (asked.append(torch.cuda.current_device()), own(*a, **k))[1]
-    ):
+
+    def supported(*args, **options):
+        asked.append(torch.cuda.current_device())
+        return own(*args, **options)
+
+    with mock.patch.object(torch.cuda, "is_bf16_supported", supported):
         build_engine(parity.task(folder, 2, device="cuda", mixed_precision="auto", watchdog=watchdog))
+    assert set(asked) == {dist.get_rank()}
+    assert dist.get_backend_config() == "cpu:gloo,cuda:nccl"
     made_with = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     process_group.have_patience(watchdog)
-    return dist.get_backend_config(), asked, made_with, gpu_sim.cuda.timeouts
-
-
-def connections(folder, watchdog):
-    return launch(
-        connected, folder, watchdog, num_processes=2, device="cuda", start_method="fork", timeout=240, stream=False
-    )
+    later = gpu_sim.cuda.timeouts
+    assert later and {made_with, *later} == {datetime.timedelta(minutes=minutes)}
 
 
 @pytest.mark.parametrize("watchdog, minutes", [(300.0, 55), (0.0, 30)])
 def test_groups_carry_the_hosts_tensors_too_and_outlast_the_watchdog(gpus, tmp_path, watchdog, minutes):
-    for rank, (backends, asked, made_with, later) in enumerate(gpus.run(connections, tmp_path, watchdog)):
-        assert backends == "cpu:gloo,cuda:nccl"
-        assert asked and set(asked) == {rank}
-        assert {made_with, *later} == {datetime.timedelta(minutes=minutes)} and later
+    gpus.ranks(2, connected, tmp_path, watchdog, minutes)
 
 
 # --- the random streams ---
@@ -179,17 +200,16 @@ def streams():
     device = torch.device("cuda", 1)
     old = {**seeding.rng_state(torch.device("cpu")), "cuda": [torch.cuda.get_rng_state(i) for i in (0, 1)] * 2}
     mine = seeding.rng_state(device)
-    first = torch.rand(3, device=device).cpu()
-    again = []
+    assert len(mine["cuda"]) == 1
+    first = torch.rand(3, device=device)
     for state in (mine, old, {**old, "cuda": old["cuda"][1:2]}):
         seeding.set_rng_state(state, device)
-        again.append(torch.equal(torch.rand(3, device=device).cpu(), first))
+        assert_close(torch.rand(3, device=device), first, rtol=0, atol=0)
     seeding.set_rng_state({**old, "cuda": []}, device)  # saved on a CPU
-    return len(mine["cuda"]), again
 
 
 def test_a_rank_stores_its_own_gpus_stream_and_reads_the_files_that_hold_all(gpus):
-    assert gpus.run(streams, gpus=2) == (1, [True, True, True])
+    gpus.run(streams, gpus=2)
 
 
 def on_the_cpu():
@@ -220,77 +240,41 @@ def whole_from_shards():
         "on all": Shard(torch.Size([2, 3]), 0, c.to(device)),
         "twice": Shard(torch.Size([2, 3]), 3 * (rank > 0), c[3 * (rank > 0) :][:3].to(device)),
     }
+    wholes = [a.view(4, 5)] * 3 + [b] + [c.view(2, 3)] * 2
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     sharding.ROOM = 24  # the ranks' own
     with mock.patch.object(dist, "send"), mock.patch.object(dist, "recv"):  # which would open a communicator each
         found = sharding.gather_whole(shards)
-    peak = torch.cuda.max_memory_allocated() - before
-    wanted = {
-        "on GPUs": a.view(4, 5),
-        "on the host": a.view(4, 5),
-        "here and there": a.view(4, 5),
-        "on one": b,
-        "on all": c.view(2, 3),
-        "twice": c.view(2, 3),
-    }
-    same = (
-        [
-            torch.equal(found[name], whole) and found[name].dtype == whole.dtype and not found[name].is_cuda
-            for name, whole in wanted.items()
-        ]
-        if found
-        else []
-    )
-    return same, peak, list(found) == (list(shards) if rank == 0 else [])
-
-
-def wholes():
-    return launch(whole_from_shards, num_processes=3, device="cuda", start_method="fork", timeout=240, stream=False)
+    assert list(found) == (list(shards) if rank == 0 else [])
+    assert_close(list(found.values()), wholes if rank == 0 else [], rtol=0, atol=0)
+    return torch.cuda.max_memory_allocated() - before
 
 
 def test_whole_tensors_come_by_gathers_of_bounded_size(gpus):
-    (same, peak, in_order), *others = gpus.run(wholes, gpus=3)
-    assert same == [True] * 6 and in_order and all(each[2] and each[0] == [] for each in others)
+    peak, *_ = gpus.ranks(3, whole_from_shards)
     assert 0 < peak <= 8 * 1024  # blocks of 512 bytes: chunks alone
 
 
 # --- the collectives from messages ---
 
 
-def uneven(group_size):
-    dist.init_process_group("nccl")
+@on_gpu_ranks(3, environment=GIVEN_UP)
+def test_fewer_elements_than_ranks_are_reduced_in_a_groups_first_call():
     few = torch.full((2,), dist.get_rank() + 1.0, device="cuda")
-    collectives.all_reduce(few)  # the first call of the group: some ranks have nothing to send
+    collectives.all_reduce(few)  # some ranks have nothing to send
     collectives.barrier()
-    return few.tolist(), group_size
+    assert few.tolist() == [6.0, 6.0]
 
 
-def all_reduced():
-    return launch(uneven, 3, num_processes=3, device="cuda", start_method="fork", timeout=240, stream=False)
-
-
-def test_fewer_elements_than_ranks_are_reduced_in_a_groups_first_call(gpus):
-    assert gpus.run(all_reduced, gpus=3, environment={"GPU_SIM_TIMEOUT": "10"}) == [([6.0, 6.0], 3)] * 3
-
-
-def one_left_out():
-    """Rank 2 has nothing for anybody, and nobody has anything for it."""
-    dist.init_process_group("nccl")
+@on_gpu_ranks(3, environment=GIVEN_UP)
+def test_a_rank_with_nothing_to_send_or_receive_comes_to_a_groups_first_call():
     rank = dist.get_rank()
     sent = [torch.full((0 if 2 in (rank, to) else 2,), 10.0 * rank + to, device="cuda") for to in range(3)]
     received = [torch.empty_like(each) for each in sent]
-    collectives.all_to_all(received, sent)  # the first call of the group
-    return [each.tolist() for each in received]
-
-
-def all_to_all_but_one():
-    return launch(one_left_out, num_processes=3, device="cuda", start_method="fork", timeout=240, stream=False)
-
-
-def test_a_rank_with_nothing_to_send_or_receive_comes_to_a_groups_first_call(gpus):
-    found = gpus.run(all_to_all_but_one, gpus=3, environment={"GPU_SIM_TIMEOUT": "10"})
-    assert found == [[[0.0] * 2, [10.0] * 2, []], [[1.0] * 2, [11.0] * 2, []], [[], [], []]]
+    collectives.all_to_all(received, sent)
+    wanted = [[], [], []] if rank == 2 else [[rank] * 2, [10.0 + rank] * 2, []]
+    assert [each.tolist() for each in received] == wanted
 
 
 # --- fp16 ---
@@ -301,7 +285,7 @@ def learning_rates(folder, training_type, ranks, logging_steps, infinite_at):
     rates, places = [], []
 
     def begin(self, trainer):
-        (trainer.stored.scaler)._init_scale = 1024.0
+        trainer.stored.scaler._init_scale = 1024.0
         calls = iter(range(10**6))
         weight = next(p for p in trainer.model.parameters() if p.requires_grad)
         per_step = trainer.sampler.accumulation
@@ -312,52 +296,23 @@ def learning_rates(folder, training_type, ranks, logging_steps, infinite_at):
             rates.append(values["learning_rate"])
             places.append(trainer.scheduler.last_epoch)
 
+    options = {"training_type": training_type, "mixed_precision": "fp16", "max_steps": 4, "warmup_steps": 0}
+    every = {"logging_steps": logging_steps, "save_steps": logging_steps, "save_total_limit": None, "eval_steps": 0}
     with mock.patch.multiple(parity._Keep, on_train_begin=begin, on_log=log):
-        t.found_on(
-            folder,
-            ranks,
-            [
-                (
-                    "fp16",
-                    {
-                        "training_type": training_type,
-                        "mixed_precision": "fp16",
-                        "max_steps": 4,
-                        "warmup_steps": 0,
-                        "logging_steps": logging_steps,
-                        "save_steps": logging_steps,
-                        "save_total_limit": None,
-                        "eval_steps": 0,
-                    },
-                )
-            ],
-        )
+        t.found_on(folder, ranks, [("fp16", options | every)])
     return rates, places
-
-
-def rates_of(folder, training_type, ranks, *rest):
-    if training_type == "basic":
-        return learning_rates(folder, training_type, ranks, *rest)
-    return launch(
-        learning_rates,
-        folder,
-        training_type,
-        ranks,
-        *rest,
-        num_processes=ranks,
-        device="cuda",
-        start_method="fork",
-        timeout=400,
-        stream=False,
-    )[0]
 
 
 @pytest.mark.parametrize("training_type, ranks", [pytest.param("basic", 1, marks=pytest.mark.long), ("accelerated", 2)])
 def test_the_learning_rate_stays_where_fp16_skips_a_step(gpus, tmp_path, training_type, ranks):
-    rates, places = gpus.run(rates_of, tmp_path / "each", training_type, ranks, 1, 1)
+    def found(name, *rest):
+        run = learning_rates, tmp_path / name, training_type, ranks, *rest
+        return gpus.run(*run, gpus=1) if training_type == "basic" else gpus.ranks(ranks, *run)[0]
+
+    rates, places = found("each", 1, 1)
     assert places == [1, 1, 2, 3] and rates[0] > rates[1] == rates[2] > rates[3], "the step after it has its rate"
-    assert gpus.run(rates_of, tmp_path / "seldom", training_type, ranks, 4, 1) == (rates[3:], [3])
-    assert gpus.run(rates_of, tmp_path / "none", training_type, ranks, 4, 9)[1] == [4]
+    assert found("seldom", 4, 1) == (rates[3:], [3])
+    assert found("none", 4, 9)[1] == [4]
 
 
 def hints(folder):
@@ -372,11 +327,9 @@ def hints(folder):
         (False, (7, 0), {"mixed_precision": "no"}),
     ]:
         config = parity.task(folder, 1, **{"device": "cuda", "mixed_precision": "auto"} | options)
-        with (
-            mock.patch.object(torch.cuda, "is_bf16_supported", lambda *_, capable=capable, **__: capable),
-            mock.patch.object(torch.cuda, "get_device_capability", lambda *_, capability=capability: capability),
-        ):
-            found.append(precision.hint(config, torch.device("cuda", 0)))
+        torch.cuda.is_bf16_supported = mock.Mock(return_value=capable)
+        torch.cuda.get_device_capability = mock.Mock(return_value=capability)
+        found.append(precision.hint(config, torch.device("cuda", 0)))
     return found
 
 
@@ -388,42 +341,6 @@ def test_a_gpu_without_bfloat16_says_what_would_use_it(gpus, tmp_path):
 
 
 # --- devices without ---
-
-
-def doubles():
-    """Dtypes of what an evaluation makes on the device."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    made = set()
-
-    class Look(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **kwargs or {})
-            made.update(
-                each.dtype
-                for each in torch.utils._pytree.tree_leaves(out)
-                if isinstance(each, torch.Tensor) and each.is_cuda
-            )
-            return out
-
-    def scores(batch):
-        return (torch.ones(len(batch["labels"]), 2, device="cuda"),)
-
-    with Look():
-        found = evaluation.evaluate_split(
-            None,
-            [{"labels": torch.ones(3, 4)}],
-            "causal_lm",
-            None,
-            scores=scores,
-            device=torch.device("cuda"),
-            precision=precision.autocast("no", "cuda"),
-        )
-    return found["loss"], torch.float64 in made, torch.float32 in made
-
-
-def test_an_evaluation_needs_no_float64_of_the_device(gpus):
-    assert gpus.run(doubles) == (1.0, False, True)
 
 
 def test_a_device_that_the_launcher_keeps_off_is_not_picked(monkeypatch):

@@ -1,7 +1,6 @@
 """`make gpu`: on a machine without GPUs, with sections that go wrong, and whole on a simulated GPU."""
 
 import getpass
-import importlib
 import json
 import os
 import re
@@ -15,7 +14,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-import yaml
 
 from benchmarks import gpu
 from benchmarks.hardware import facts, memory, peers, processes, report, speed, strategies
@@ -24,8 +22,8 @@ from benchmarks.hardware.findings import Findings, Settings, failed, missing
 from benchmarks.hardware.processes import Section
 from course_lib.config import build
 from course_lib.config.axes import ENGINES
-from course_lib.launching.launch import launch
 from course_lib.planning import memory as planning
+from tests.gpu import training as t
 from tests.gpu.machine import ROOT, SITE
 from tests.long_cases import some
 from tests.waiting import until
@@ -37,15 +35,15 @@ HERE = Settings(gpus=1, name="NVIDIA H100 80GB HBM3", memory=80 << 30, bf16=True
 # --- without a GPU
 
 
+def run_tool(folder, simulated, *arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES" or not simulated}
+    environment |= {"GPU_SIM": str(simulated), "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)])}
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=850)
+
+
 def test_without_a_gpu_it_says_so_in_one_line_and_ends_well(tmp_path):
-    said = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "gpu.py")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "GPU_SIM": "0"},
-        timeout=400,
-    )
+    said = run_tool(tmp_path, 0)
     assert said.returncode == 0, said.stderr
     assert re.fullmatch(r"no GPU here: \S.*\n", said.stdout) and not list(tmp_path.iterdir())
 
@@ -56,51 +54,42 @@ def test_without_a_gpu_it_says_so_in_one_line_and_ends_well(tmp_path):
 @pytest.fixture
 def planted(monkeypatch, tmp_path):
     """Runs planted sections by name; gives the exit code and the report."""
-    monkeypatch.setattr(
-        gpu, "probe", lambda: {"gpus": 1, "name": "planted", "memory": 1, "bf16": True, "simulated": True}
-    )
+    probed = {"gpus": 1, "name": "planted", "memory": 1, "bf16": True, "simulated": True}
+    monkeypatch.setattr(gpu, "probe", lambda: probed)
     monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)  # these tests' own process keeps its handlers
 
     def run(*names, seconds=100.0, arguments=()):
-        pids = {"PIDS": str(tmp_path / "pids")}
+        pids, module = {"PIDS": str(tmp_path / "pids")}, "tests.gpu.planted_sections"
         sections = [
-            Section(
-                f"{number}-{name}", f"Section {number}", f"tests.gpu.planted_sections:{name}", seconds, environment=pids
-            )
+            Section(f"{number}-{name}", f"Section {number}", f"{module}:{name}", seconds, environment=pids)
             for number, name in enumerate(names)
         ]
         code = gpu.main(["--output", str(tmp_path / "report.md"), *arguments], sections)
-        return code, (tmp_path / "report.md").read_text()
+        text = (tmp_path / "report.md").read_text()
+        return code, re.findall(r"^## Section \d: (.*)$", text, re.M), text
 
     return run
 
 
 def test_sections_that_pass(planted):
-    code, text = planted("fine", "nothing")
+    code, _, text = planted("fine", "nothing")
     assert code == 0 and text.startswith("# What runs on the simulated device")
     assert "## Section 0: passed\n\n| what | found |\n|---|---|\n| GPUs | 1 |\n" in text
     assert "## Section 1: not run\n\n**Not run:**\n\n- all of it: it needs two GPUs\n" in text
 
 
-def test_a_section_that_fails_in_any_way_does_not_stop_the_others(planted):
-    code, text = planted("raises", "dies", "tells", "fine")
-    assert code == 1
-    states = re.findall(r"^## Section \d: (.*)$", text, re.M)
-    assert states == ["FAILED", "FAILED", "FAILED", "passed"]
+def test_a_section_that_fails_in_any_way_does_not_stop_the_others(planted, tmp_path):
+    code, states, text = planted("raises", "dies", "tells", "fine")
+    assert (code, states) == (1, ["FAILED", "FAILED", "FAILED", "passed"])
     assert "before" in text and "- raises: `RuntimeError: planted`" in text
     assert "- 1-dies: `its process ended with 3`" in text
     assert "(log: `report-logs/0-raises.log`)" in text
-
-
-def test_the_logs_stand_where_the_report_says_and_hold_the_traceback(planted, tmp_path):
-    planted("raises")
     log = (tmp_path / "report-logs" / "0-raises.log").read_text()
     assert "Traceback" in log and "RuntimeError: planted" in log
 
 
 def test_the_report_names_neither_home_nor_host_nor_folders(planted):
-    code, text = planted("tells")
-    assert code == 1
+    _, _, text = planted("tells")
     (failure,) = re.findall(r"^- a row \| of a table: `(.*)`$", text, re.M)
     assert failure == "ValueError: …/data.csv on <host>"
     assert "| …/file and …/torch.py at https://host.org/a/b |" in text
@@ -117,8 +106,8 @@ def test_a_users_name_and_one_home_beneath_root_are_left_out(monkeypatch):
 
 
 def test_what_hangs_is_ended_with_all_that_it_started(planted, tmp_path):
-    code, text = planted("hangs", "fine", seconds=12)
-    assert code == 1 and re.findall(r"^## Section \d: (.*)$", text, re.M) == ["FAILED", "passed"]
+    code, states, text = planted("hangs", "fine", seconds=12)
+    assert (code, states) == (1, ["FAILED", "passed"])
     assert "| a row before it hung |" in text and "- 0-hangs: `not done after 12 s, and ended`" in text
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
@@ -140,7 +129,7 @@ def test_a_section_may_take_half_of_what_is_left_of_the_minutes_and_the_last_one
     planted("fine", "fine", "fine")
     assert limits == [whole / 2, whole / 4, whole / 4] and now[0] == whole
     now[0] = 0.0
-    _, text = planted(*["fine"] * 5, arguments=["--minutes", "0.5"])
+    _, _, text = planted(*["fine"] * 5, arguments=["--minutes", "0.5"])
     assert limits[3:] == [10.0, 5.0, 5.0] and now[0] == 30 - gpu.ENDING_SECONDS
     assert text.count("- all of it: the 0.5 minutes were over: --minutes") == 2
 
@@ -154,27 +143,20 @@ def test_what_is_ended_at_its_share_keeps_what_it_has_and_has_not_failed(planted
             return super().wait(timeout)
 
     monkeypatch.setattr(processes.subprocess, "Popen", WaitsUntilItHangs)
-    code, text = planted("hangs", "nothing", seconds=1000)
+    code, _, text = planted("hangs", "nothing", seconds=1000)
     assert code == 0 and "| a row before it hung |" in text
     assert re.search(r"^- the rest of it: ended after \d+ s, its share of --minutes$", text, re.M)
 
 
-@pytest.mark.parametrize("minutes", ["0", "-1", "soon", "inf"])
+@pytest.mark.parametrize("minutes", ["-1", "soon", "inf"])
 def test_minutes_that_are_none_are_refused_in_a_line(planted, capsys, minutes):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="2"):
         planted("fine", arguments=["--minutes", minutes])
-    assert ended.value.code == 2 and "argument --minutes" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_what_is_late_is_left_out_once(tmp_path):
-    findings = Findings(tmp_path / "found.json", seconds=100.0)
-    assert not findings.is_late("a run")
-    findings.longest = 90.0
-    assert findings.is_late("the last 3 of 4 runs") and len(findings.left_out) == 1
+    assert "argument --minutes" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_what_wants_a_package_that_is_not_installed_is_left_out_by_its_name(planted):
-    code, text = planted("lacks", "fine")
+    code, _, text = planted("lacks", "fine")
     assert code == 1 and "- another: `ModuleNotFoundError: No module named 'course_lib.nowhere'`" in text
     assert "- a row: absent is not installed\n- the rest of it: nowhere_at_all is not installed\n" in text
 
@@ -193,17 +175,6 @@ def test_what_another_program_lacks_is_read_from_its_words(said, package):
         assert missing(failed(ours, ours)) == ""
 
 
-def test_a_gpu_that_cannot_be_used_is_named_in_a_line(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    why = "GPU 0 is full: 0.1 of its 79.1 GiB are free: end what runs there"
-    answer = subprocess.CompletedProcess([], 0, json.dumps({"gpus": 1, "unusable": why}) + "\n", "")
-    monkeypatch.setattr(gpu.subprocess, "run", lambda *args, **options: answer)
-    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
-    with pytest.raises(SystemExit) as ended:
-        gpu.main([])
-    assert ended.value.code == why and not list(tmp_path.iterdir())
-
-
 def full_gpu():
     torch.cuda.set_per_process_memory_fraction(0.0)
     return facts.probe()
@@ -212,6 +183,13 @@ def full_gpu():
 def test_a_full_gpu_is_found_when_they_are_looked_for(gpus):
     found = gpus.run(full_gpu, gpus=2)
     assert found["unusable"].startswith("GPU 0 is full: `nvidia-smi` lists what runs there")
+
+
+def test_a_gpu_that_cannot_be_used_is_named_in_a_line(monkeypatch):
+    answer = subprocess.CompletedProcess([], 0, json.dumps({"gpus": 1, "unusable": "GPU 0 is full"}) + "\n", "")
+    monkeypatch.setattr(gpu.subprocess, "run", lambda *args, **options: answer)
+    with pytest.raises(SystemExit, match="^GPU 0 is full$"):
+        gpu.probe()
 
 
 def test_findings_are_on_the_disk_as_they_come(tmp_path):
@@ -229,26 +207,13 @@ def test_findings_are_on_the_disk_as_they_come(tmp_path):
 # --- what is tried
 
 
-def test_every_section_has_a_function_and_its_own_name():
-    assert len({section.name for section in gpu.SECTIONS}) == len(gpu.SECTIONS) == 9
-    for section in gpu.SECTIONS:
-        module, function = section.target.split(":")
-        assert callable(getattr(importlib.import_module(module), function))
-    assert gpu.SECTIONS[1].environment == gpu.SECTIONS[2].environment == {"NVIDIA_TF32_OVERRIDE": "0"}
-
-
-@pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
-def test_every_pair_is_trained_in_fp32_on_all_gpus_and_every_run_is_a_valid_one(gpus):
-    pairs = {(strategy, engine) for strategy, engines in ENGINES.items() for engine in engines}
+@pytest.mark.parametrize(("gpus", "pipelines"), [(1, 0), (2, 3), (3, 0), (4, 3), (8, 4)])
+def test_every_pair_is_trained_in_fp32_on_all_gpus_and_every_run_is_a_valid_one(gpus, pipelines):
     for full in (False, True):
         cases = strategies.cases(replace(HERE, gpus=gpus, full=full))
-        plain = [
-            (each.strategy, each.engine)
-            for each in cases
-            if each.ranks == gpus and each.precision == "no" and not each.options
-        ]
-        assert len(plain) == 14 and set(plain) == pairs
-        assert sum("pipeline" in case.name for case in cases) == {2: 3, 4: 3, 8: 4}.get(gpus, 0)
+        plain = [case for case in cases if (case.ranks, case.precision) == (gpus, "no") and not case.options]
+        assert sorted((case.strategy, case.engine) for case in plain) == sorted(t.PAIRS)
+        assert sum("pipeline" in case.name for case in cases) == pipelines
         assert len({case.label for case in cases}) == len(cases)
         for case in cases:
             config = build(case.config(Path("runs/x")))
@@ -267,20 +232,10 @@ def test_the_model_is_gpt2_with_as_many_rows_as_the_gpu_should_hold():
         subjects.choose(replace(HERE, memory=3 << 30))
 
 
-def test_the_planner_knows_the_model_as_it_is_built():
-    small = subjects.choose(replace(HERE, tiny=True))
-    model = small.model()
-    assert sum(p.numel() for p in model.parameters()) == small.known.parameters
-    assert model.config._attn_implementation == "sdpa" and not small.known.dropout
-    assert not [m for m in model.modules() if isinstance(m, torch.nn.Dropout) and m.p]
-
-
-def test_ours_is_timed_beside_every_peer():
-    for ranks in (1, 2):
-        known = {each.name: each for each in speed.systems(ranks)}
-        compared = {peer for each in known.values() for peer in each.beside}
-        assert compared == {name for name, each in known.items() if each.train}
-        assert len(known) == (11 if ranks == 1 else 9)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ours_is_timed_beside_every_peer(ranks):
+    known = {each.name: each for each in speed.systems(ranks)}
+    assert {peer for each in known.values() for peer in each.beside} == {name for name in known if known[name].train}
 
 
 def test_windows_wait_for_the_gpu_at_both_ends_of_each(monkeypatch):
@@ -307,44 +262,27 @@ def test_kinds_of_memory_add_up_to_what_the_allocator_counts_at_the_peak():
 # --- on simulated GPUs
 
 
-def counted_at(folder):
-    return memory.on_rank(subjects.choose(replace(HERE, tiny=True)), Path(folder), 1, {"training_type": "basic"})
-
-
 def test_the_allocator_is_read_at_each_moment_of_a_step(gpus, tmp_path):
-    at = gpus.run(counted_at, str(tmp_path), gpus=1, timeout=400)
-    assert set(at) == {"before", "rest", "after backward", "peak", "reserved"}
+    options = {"training_type": "basic"}
+    at = gpus.run(memory.on_rank, subjects.choose(replace(HERE, tiny=True)), tmp_path, 1, options, gpus=1)
     assert 0 < at["before"] < at["rest"] < at["after backward"] < at["peak"] <= at["reserved"]
 
 
 def allocated_by(engine, folder):
     small = subjects.choose(replace(HERE, tiny=True))
-    made = subjects.trainer(small, Path(folder), 2, 2, [], strategy="fsdp", engine=engine)
+    made = subjects.trainer(small, folder, 2, 2, [], strategy="fsdp", engine=engine)
     return torch.cuda.memory_allocated() / (4 * small.known.parameters), made.engine.close()
-
-
-def fsdp_allocates(engine, folder):
-    return launch(allocated_by, engine, folder, num_processes=2, device="cuda", timeout=400, start_method="fork")
 
 
 @pytest.mark.parametrize("engine", some(ENGINES["fsdp"], "scratch"))
 def test_fsdp_keeps_no_whole_parameters_beside_its_shards(gpus, engine, tmp_path):
-    for share, _ in gpus.run(fsdp_allocates, engine, str(tmp_path)):
+    for share, _ in gpus.ranks(2, allocated_by, engine, tmp_path):
         assert 0.4 < share < 0.8
 
 
 @pytest.mark.long
 def test_the_whole_of_it_runs_on_a_simulated_gpu(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    environment |= {"GPU_SIM": "1", "PYTHONPATH": os.pathsep.join([str(SITE), str(ROOT)])}
-    said = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--tiny", "--minutes", "30"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=850,
-    )
+    said = run_tool(tmp_path, 1, "--tiny", "--minutes", "30")
     text = (tmp_path / "gpu-report.md").read_text()
     assert said.returncode == 0, f"{said.stdout}\n{said.stderr}\n{text}"
     assert "simulated device" in text.splitlines()[0]
@@ -355,17 +293,3 @@ def test_the_whole_of_it_runs_on_a_simulated_gpu(tmp_path):
     assert re.search(r"^\| ours, ddp \| torch's DDP, loop \| \d+\.\d\d \| \d+\.\d\d \|$", text, re.M)
     assert "Triton" in text and str(tmp_path) not in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu-report-logs", "gpu-report.md"]
-
-
-# --- where it is started from
-
-
-def test_the_workflow_runs_it_by_hand_on_a_machine_with_a_gpu_and_keeps_the_report():
-    workflow = yaml.safe_load((ROOT / ".github/workflows/gpu.yml").read_text())
-    assert list(workflow[True]) == ["workflow_dispatch"]  # YAML 1.1 reads `on` as a truth
-    job = workflow["jobs"]["gpu"]
-    assert job["runs-on"] == ["self-hosted", "gpu"]
-    runs = [step["run"] for step in job["steps"] if "run" in step]
-    (upload,) = [step for step in job["steps"] if "upload-artifact" in step.get("uses", "")]
-    assert len(runs) == 1 and runs[0].startswith("make gpu") and "gpu-report.md" in upload["with"]["path"]
-    assert upload["if"] == "always()"

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib.launching.launch import RankError, launch
+from course_lib.launching.launch import RankError
 from tests.gpu.machine import ROOT, SITE, OnGPUsError, wants_simulation
 
 
@@ -18,8 +18,7 @@ def count():
 
 
 def test_a_process_sees_as_many_gpus_as_it_was_given(gpus):
-    assert gpus.run(count, gpus=1) == 1
-    assert gpus.run(count, gpus=2) == 2
+    assert [gpus.run(count, gpus=number) for number in (1, 2)] == [1, 2]
 
 
 def product():
@@ -39,13 +38,9 @@ def on_rank():
     return value.item()
 
 
-def ranks(number):
-    return launch(on_rank, num_processes=number, device="cuda", timeout=240, start_method="fork")
-
-
 @pytest.mark.parametrize("number", [1, 2])
 def test_its_process_forks_ranks_that_meet_over_nccl(gpus, number):
-    assert gpus.run(ranks, number, gpus=number) == [number * (number + 1) / 2] * number
+    assert gpus.ranks(number, on_rank) == [number * (number + 1) / 2] * number
 
 
 def fails():
@@ -82,22 +77,9 @@ def test_a_function_that_wants_the_simulation_is_known_by_its_error():
 def test_on_hardware_nothing_is_simulated_and_what_cannot_run_is_skipped_with_its_reason(gpus, tmp_path):
     seen = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment = seen | {"GPU_TESTS": "hardware", "GPU_SIM": "1", "PYTHONPATH": f"{SITE}{os.pathsep}{ROOT}"}
-    said = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "tests/gpu/test_machine.py",
-            "-p",
-            "no:cacheprovider",
-            f"--junitxml={tmp_path / 'found.xml'}",
-        ],
-        cwd=ROOT,
-        env=environment,
-        timeout=800,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "pytest", "tests/gpu/test_machine.py", "-p", "no:cacheprovider"]
+    command.append(f"--junitxml={tmp_path / 'found.xml'}")
+    said = subprocess.run(command, cwd=ROOT, env=environment, timeout=800, capture_output=True, text=True)
     assert said.returncode == 0, said.stdout
     found = ElementTree.parse(tmp_path / "found.xml").iter("testcase")
     cases = {case.get("name"): case.find("skipped") for case in found}

@@ -6,6 +6,7 @@ course's own requirements.
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,34 +20,14 @@ from tests.gpu_sim.build import missing
 from tests.lowest import uv
 
 pytestmark = [pytest.mark.long, pytest.mark.simulated("it rehearses what real ones run")]
-IMAGE = (
-    "torch==2.11.0",
-    "transformers==5.17.0",
-    "accelerate==1.15.0",
-    "triton",
-    "peft",
-    "pandas",
-    "matplotlib",
-    "pytest",
-    "pytest-timeout",
-    "pytest-xdist",
-    "ninja",
-    "setuptools<82",
+IMAGE = shlex.split(
+    "torch==2.11.0 transformers==5.17.0 accelerate==1.15.0 triton peft pandas matplotlib pytest pytest-timeout "
+    "pytest-xdist ninja 'setuptools<82'"
 )
 """What lies there; what it needs itself comes along."""
-CARRIED = (
-    "datasets==5.2.0",
-    "evaluate==0.4.6",
-    "scikit-learn",
-    "cloudpickle",
-    "papermill",
-    "nbconvert",
-    "ipykernel",
-    "ipywidgets",
-    "shtab",
-    "annotated-types",
-    "charset-normalizer",
-    "pydantic",
+CARRIED = shlex.split(
+    "datasets==5.2.0 evaluate==0.4.6 scikit-learn cloudpickle papermill nbconvert ipykernel ipywidgets shtab "
+    "annotated-types charset-normalizer pydantic"
 )
 """What is brought along: the rest of what the course imports, DeepSpeed left out."""
 

@@ -1,38 +1,28 @@
 """What a step launches, computes in and holds on GPUs, counted on the simulated device."""
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.state import AcceleratorState, GradientState
 
+from course_lib.config import build
+from course_lib.parallel.blocks import blocks
 from course_lib.training import loss as losses
+from course_lib.training.run import build_trainer
+from tests.gpu import training as t
 
-PAIRS = [
-    ("ddp", "torch"),
-    ("zero1", "torch"),
-    ("zero1", "scratch"),
-    ("zero2", "scratch"),
-    ("zero3", "torch"),
-    ("zero3", "scratch"),
-    ("fsdp", "scratch"),
-    ("fsdp", "accelerate"),
-]
-CAST = [pair for pair in PAIRS if pair[0] in ("zero3", "fsdp")]
-BASE = {
-    "model": "tiny-bert",
+CAST = [("zero3", "torch"), ("zero3", "scratch"), ("fsdp", "scratch"), ("fsdp", "accelerate")]
+UNCAST = [("ddp", "torch"), ("zero1", "torch"), ("zero1", "scratch"), ("zero2", "scratch")]
+PAIRS = UNCAST + CAST
+BASE = t.STEPS_ALONE | {
     "max_steps": 3,
     "max_train_samples": 64,
     "max_eval_samples": 8,
-    "batch_size": 4,
     "gradient_accumulation_steps": 2,
-    "eval_steps": 0,
-    "save_steps": 0,
     "logging_steps": 3,
-    "progress_bar": False,
-    "keep_best": False,
-    "watchdog": 0.0,
-    "tracker": "none",
     "desync_check": "off",
     "mixed_precision": "bf16",
 }
@@ -40,8 +30,6 @@ BASE = {
 
 def dtypes_of(trainer):
     """Fills a mapping from kind of module to the dtypes of what such modules return in training."""
-    from course_lib.parallel.blocks import blocks
-
     found = {}
 
     def seen(kind):
@@ -67,10 +55,6 @@ def dtypes_of(trainer):
 def trained(strategy, engine, **options):
     """One run on the ranks that are here; what was counted in its last step, and seen in all."""
     import gpu_sim
-    from accelerate.state import AcceleratorState, GradientState
-
-    from course_lib.config import build
-    from course_lib.training.run import build_trainer
 
     torch.set_num_threads(1)
     AcceleratorState._reset_state()  # the process group stays
@@ -109,12 +93,6 @@ def trained(strategy, engine, **options):
     return found
 
 
-def on_ranks(function, *args, **kwargs):
-    from course_lib.launching.launch import launch
-
-    return launch(function, *args, **kwargs, num_processes=2, device="cuda", start_method="fork", stream=False)[0]
-
-
 def all_pairs():
     return {pair: trained(*pair) for pair in PAIRS}
 
@@ -122,15 +100,13 @@ def all_pairs():
 @pytest.fixture(scope="module")
 def runs(gpus):
     """What each strategy and engine counted on the first of two GPUs."""
-    return gpus.run(on_ranks, all_pairs, gpus=2, timeout=960)
+    return gpus.ranks(2, all_pairs)[0]
 
 
 def test_all_train_alike_and_without_a_race(runs):
-    assert len(runs) == len(PAIRS)
     assert [found["races"] for found in runs.values()] == [[]] * len(PAIRS)
-    assert [found["loss"] for found in runs.values()] == pytest.approx(
-        [runs["ddp", "torch"]["loss"]] * len(PAIRS), abs=0.02
-    )
+    reached = [found["loss"] for found in runs.values()]
+    assert reached == pytest.approx([runs["ddp", "torch"]["loss"]] * len(PAIRS), abs=0.02)
 
 
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair[1] == "scratch"], ids="-".join)
@@ -145,7 +121,7 @@ def test_an_engine_that_casts_computes_in_bf16_throughout(runs, pair):
     assert runs[pair]["dtypes"] == {kind: {torch.bfloat16} for kind in ("linear", "norm", "block", "logits")}
 
 
-@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair not in CAST], ids="-".join)
+@pytest.mark.parametrize("pair", UNCAST, ids="-".join)
 def test_autocast_alone_keeps_norms_in_float32_and_copies_no_logits(runs, pair):
     dtypes = runs[pair]["dtypes"]
     assert dtypes["norm"] == {torch.float32} and dtypes["linear"] == dtypes["logits"] == {torch.bfloat16}
@@ -158,12 +134,8 @@ def test_ddps_gradients_are_views_of_its_buckets(runs, pair):
     assert gradients > 30 and storages <= 2
 
 
-def small_buckets():
-    return trained("ddp", "torch", bucket_mb=0.25, mixed_precision="no")
-
-
 def test_bucket_mb_reaches_ddp_and_no_precision_means_float32(gpus):
-    found = gpus.run(on_ranks, small_buckets, gpus=2)
+    found, _ = gpus.ranks(2, trained, "ddp", "torch", bucket_mb=0.25, mixed_precision="no")
     assert found["ddp"]["bucket_bytes_cap"] == 2**18 and found["gradients"][1] > 2
     assert (found["tf32"], found["products"]) == (False, "highest")
 
@@ -175,19 +147,13 @@ def test_settings_of_a_rank_on_a_gpu(runs):
         assert found["lengths"] and not [length for length in found["lengths"] if length % 8]
 
 
-def one_gpu(cores, **options):
-    from unittest import mock
-
-    from course_lib.launching.launch import launch
-
-    with mock.patch("course_lib.data.batching.usable_cores", lambda: cores):
-        return launch(
-            trained, "ddp", "torch", **options, num_processes=1, device="cuda", start_method="fork", stream=False
-        )[0]
+def with_three_cores(**options):
+    with mock.patch("course_lib.data.batching.usable_cores", lambda: 3):
+        return trained("ddp", "torch", **options)
 
 
 def test_a_rank_on_a_gpu_has_workers_and_they_change_nothing(gpus):
-    alone, helped = (gpus.run(one_gpu, 3, gpus=1, num_workers=number) for number in (0, None))
+    (alone,), (helped,) = (gpus.ranks(1, with_three_cores, num_workers=number) for number in (0, None))
     assert (alone["workers"], helped["workers"]) == (0, 2) and alone["loss"] == helped["loss"]
 
 

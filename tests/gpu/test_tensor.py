@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from course_lib.launching.launch import launch
 from course_lib.parallel.tensor_plans import TensorParallel
 from course_lib.parallel.topology import RankGrid
 from course_lib.parallel.torch_engines.tensor_parallel import TorchTensorParallel
@@ -30,8 +29,7 @@ SPLIT = [
         ("bert", {"sequence": True}),
         ("llama", {"split_vocabulary": False}),
     )
-]
-SPLIT.append((ours, "llama", {"sequence": True}))
+] + [(ours, "llama", {"sequence": True})]
 
 
 def join():
@@ -64,14 +62,10 @@ def split_over_all():
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_split_model_is_the_whole_one(gpus, ranks):
-    for found, alarms in gpus.run(launched, split_over_all, ranks, gpus=ranks, timeout=800):
-        assert alarms == [] and len(found) == len(SPLIT)
+    for found, alarms in gpus.ranks(ranks, split_over_all):
+        assert alarms == []
         for case, each in zip(SPLIT, found, strict=True):
             assert each["scale"] > 0.01 and max(each["loss"], each["gradients"], each["weights"]) < 2e-6, (case, each)
-
-
-def launched(function, ranks):
-    return launch(function, num_processes=ranks, device="cuda", start_method="fork", timeout=720, stream=False)
 
 
 def on_a_mesh():
@@ -84,5 +78,5 @@ def on_a_mesh():
 
 
 def test_a_grid_of_gpus_is_a_mesh_of_gpus(gpus):
-    for kind, local, whole, alarms in gpus.run(launched, on_a_mesh, 4, gpus=4, timeout=400):
+    for kind, local, whole, alarms in gpus.ranks(4, on_a_mesh):
         assert (kind, local, alarms) == ("cuda", "cuda", []) and whole == list(range(8))

@@ -9,52 +9,39 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
 
 from course_lib.config import build
+from course_lib.lessons.basic_loop import lab as step_profile
 from course_lib.modeling import presets
+from course_lib.parallel.clock import Phases
+from course_lib.parallel.pipeline import executor
+from course_lib.parallel.pipeline.schedules import make
 from course_lib.training.callbacks import Callback
+from course_lib.training.run import build_trainer, train
+from tests.gpu import training as t
 
 KERNEL = 1e-3  # seconds
 SLOW = {"GPU_SIM_KERNEL_US": "1000"}
-BASE = {
-    "model": "tiny-bert",
-    "max_steps": 4,
-    "logging_steps": 2,
-    "max_train_samples": 96,
-    "max_eval_samples": 32,
-    "batch_size": 4,
-    "max_length": 32,
-    "eval_steps": 0,
-    "save_steps": 0,
-    "keep_best": False,
-    "baselines": False,
-    "progress_bar": False,
-    "watchdog": 0.0,
-    "device": "cuda",
-    "output_dir": "out",
-}
+BASE = t.STEPS_ALONE | {"max_steps": 4, "logging_steps": 2, "max_train_samples": 96}
 
 
-@dataclass(frozen=True)
-class Lap:
-    """A look of the trainer's at its stopwatch.
-
-    Attributes:
-        before: seconds on the wall clock, just before.
-        after: just after.
-        least: seconds that evaluation and saving, which are left out, have taken so far, at least.
-        most: at most.
-        kernels: of the device so far, except for what is left out.
-    """
+class Lap(NamedTuple):
+    """A look of the trainer's at its stopwatch."""
 
     before: float
+    """Seconds on the wall clock, just before."""
     after: float
     least: float
+    """Seconds that evaluation and saving, which are left out, have taken so far, at least."""
     most: float
     kernels: int
+    """Of the device so far, except for what is left out."""
 
 
 class WallClock(Callback):
@@ -75,9 +62,8 @@ class WallClock(Callback):
         def look():
             before = time.perf_counter()
             seconds = lap()
-            self.lap = Lap(
-                before, time.perf_counter(), self.least, self.most, gpu_sim.kernels() - self.kernels_left_out
-            )
+            kernels = gpu_sim.kernels() - self.kernels_left_out
+            self.lap = Lap(before, time.perf_counter(), self.least, self.most, kernels)
             return seconds
 
         @contextlib.contextmanager
@@ -99,10 +85,6 @@ class WallClock(Callback):
 
 def steps_of(options):
     """The laps with the logged lines, and the summary."""
-    import torch
-
-    from course_lib.training.run import train
-
     torch.set_num_threads(1)
     watched = WallClock()
     summary = train(build(BASE | options), [watched])
@@ -134,8 +116,6 @@ def phases_of(options):
     """What the summary says of the training, and the kernels that the device was given in each phase."""
     import gpu_sim
 
-    from course_lib.parallel.clock import Phases
-
     kernels, timed = Counter(), Phases.__call__
 
     @contextlib.contextmanager
@@ -151,7 +131,6 @@ def phases_of(options):
 
 
 def test_the_phases_are_those_of_the_device(gpus):
-    """Launches alone would be a tenth."""
     told, kernels = gpus.run(phases_of, {"training_type": "basic"}, gpus=1, environment=SLOW)
     phases = told["phases"]
     assert set(phases) == {"data", "forward", "backward", "optimizer"}
@@ -163,7 +142,6 @@ def test_the_phases_are_those_of_the_device(gpus):
 def metered(function):
     """Seconds until the device has done what a function queues, its kernels' own, and what it returns."""
     import gpu_sim
-    import torch
 
     torch.cuda.synchronize()
     start, kernels = time.perf_counter(), gpu_sim.kernels()
@@ -172,12 +150,7 @@ def metered(function):
     return time.perf_counter() - start, (gpu_sim.kernels() - kernels) * KERNEL, found
 
 
-def by_turns(_):
-    import torch
-
-    from course_lib.lessons.basic_loop import lab as step_profile
-    from course_lib.training.run import build_trainer
-
+def by_turns():
     torch.set_num_threads(1)
     trainer = build_trainer(build(BASE | {"training_type": "basic"}))[0]
     batches = [trainer.ranks.to_device(batch) for batch in itertools.islice(trainer.train_loader, 2)]
@@ -189,22 +162,16 @@ def by_turns(_):
 
 
 def test_turns_and_timelines_are_timed_on_the_device(gpus):
-    found = gpus.run(by_turns, None, gpus=1, environment=SLOW)
+    found = gpus.run(by_turns, gpus=1, environment=SLOW)
     (took, kernels, turns), (watched_took, watched_kernels, moments) = found
     assert 0.9 * kernels < sum(sum(turn.values()) for way in turns.values() for turn in way) < 1.01 * took
     assert 0.9 * watched_kernels < moments[-1].seconds < 1.01 * watched_took
     assert [each.seconds for each in moments] == sorted(each.seconds for each in moments)
 
 
-def on_stages(_):
+def on_stages():
     """Of the second pass of a rank's stage: its spans, and the seconds of the kernels of its computations."""
     import gpu_sim
-    import torch
-    import torch.distributed as dist
-    from accelerate import PartialState
-
-    from course_lib.parallel.pipeline import executor
-    from course_lib.parallel.pipeline.schedules import make
 
     state = PartialState()
     layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(40))).to(state.device)
@@ -230,22 +197,14 @@ def on_stages(_):
     return [span.end - span.start for span in spans], [each * KERNEL for each in kernels]
 
 
-def on_two(function):
-    from course_lib.launching.launch import launch
-
-    return launch(function, None, num_processes=2, device="cuda", start_method="fork", stream=False)
-
-
 def test_spans_of_a_pipeline_are_the_devices(gpus):
-    for spans, kernels in gpus.run(on_two, on_stages, gpus=2, environment=SLOW):
+    for spans, kernels in gpus.ranks(2, on_stages, environment=SLOW):
         assert len(spans) == len(kernels) == 4
         for span, took in zip(spans, kernels, strict=True):
             assert span > 0.9 * took > 0.01
 
 
 def named(device_name, options):
-    import torch
-
     torch.cuda.get_device_name = lambda device=None: device_name
     return steps_of(options)
 
@@ -267,19 +226,16 @@ def test_mfu_is_model_flops_by_the_datasheets_peak(gpus):
 
 def token_counts(options):
     """Tokens of the rows of a run's four steps, and the sum of the squares of the rows' lengths."""
-    from course_lib.training.run import build_trainer
-
     trainer = build_trainer(build(BASE | options | {"device": "cpu", "mixed_precision": "no"}))[0]
     lengths = [
         len(trainer.data.splits["train"][int(row)]["input_ids"])
         for rows in itertools.islice(trainer.sampler.global_batches(0), 4)
         for row in rows
     ]
-    assert len(lengths) == 16
     return sum(lengths), sum(length**2 for length in lengths)
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA A10", "Graphics 3000"])
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "Graphics 3000"])
 def test_unknown_hardware_has_no_mfu(gpus, name):
     lines, summary = gpus.run(named, name, {"training_type": "basic", "max_steps": 2}, gpus=1)
     assert summary["train"]["mfu"] is None and summary["train"]["mfu_note"] == f"no MFU: unknown hardware {name}"

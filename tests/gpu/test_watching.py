@@ -14,70 +14,54 @@ from course_lib.config import build
 from course_lib.hangs.flight_recorder import FlightRecorder
 from course_lib.hangs.rank_state import ENDED, WAITED_FOR, RankState, read_record
 from course_lib.hangs.watchdog import Watchdog, read_reports
-from course_lib.launching.launch import RankError, launch
+from course_lib.launching.launch import RankError
 from course_lib.lessons.faults import lab
 from course_lib.metering import job_log, job_report
 from course_lib.metering.meter import Meter
 from course_lib.parallel.clock import Clock
 from course_lib.training.callbacks import Callback
 from course_lib.training.run import train
+from tests.gpu import training as t
+from tests.gpu.machine import on_gpu_ranks, on_ranks
 from tests.long_cases import some
 
 SECONDS, CULPRIT = 6.0, 1  # kernels are the CPU's here, and the cores are taken
-RUN = {
-    "model": "tiny-bert",
+RUN = t.STEPS_ALONE | {
     "max_steps": 4,
     "max_train_samples": 60,
-    "max_eval_samples": 16,
-    "batch_size": 4,
-    "eval_steps": 0,
-    "save_steps": 0,
     "logging_steps": 4,
     "overwrite_output_dir": True,
-    "progress_bar": False,
-    "baselines": False,
-    "keep_best": False,
-    "tracker": "none",
-    "max_length": 32,
     "mixed_precision": "no",
-    "output_dir": "run",
     "desync_steps": 2,
 }
 
 
-def on_ranks(function, *args, ranks=2, device="cuda"):
-    return launch(function, *args, num_processes=ranks, device=device, start_method="fork", timeout=360, stream=False)
+# --- a training
 
 
-# --- a training -------------------------------------------------------------------------------------------------------
-
-
-def trains(**options):
-    on_ranks(train, build(RUN | {"device": "cuda"} | options))
-    run = Path("run")
+def trains(config):
+    on_ranks(2, train, config)
+    run = Path("out")
     weights = (run / "model" / "model.safetensors").stat().st_size
     return (run / "monitor" / "communication.csv").read_text(), [str(path) for path in run.rglob("hang*")], weights
 
 
 def test_a_run_with_all_that_watches_it(gpus):
     """The watchdog is on by default; the meter runs in every second step, and the ranks are compared there."""
-    csv, hang, weights = gpus.run(trains, communication_steps=2, strategy="ddp", engine="torch")
+    watched = {name: value for name, value in RUN.items() if name != "watchdog"}
+    config = build(watched | {"communication_steps": 2, "strategy": "ddp", "engine": "torch"})
+    csv, hang, weights = gpus.run(trains, config)
     header, *rows = csv.splitlines()
-    assert header.endswith("mb_sent") and len(rows) == 4
-    assert all(float(row.rpartition(",")[2]) > 0.9 * weights / 1e6 for row in rows), "all gradients, in float32"
-    assert not hang
+    assert header.endswith("mb_sent") and len(rows) == 4 and not hang
+    sent = [float(row.rpartition(",")[2]) for row in rows]
+    assert min(sent) > 0.9 * weights / 1e6, "all gradients, in float32"
 
 
-# --- who is to blame --------------------------------------------------------------------------------------------------
+# --- who is to blame
 
 
 def all_reduces(x, others):
     dist.all_reduce(x)
-    x.sum().item()
-
-
-def waits(x, others):
-    dist.all_reduce(x, async_op=True).wait()
     x.sum().item()
 
 
@@ -87,14 +71,6 @@ def runs_ahead(x, others):
     for work in works:
         work.wait()
     x.sum().item()
-
-
-def exchanges(x, others):
-    right, left = (dist.get_rank() + 1) % 3, (dist.get_rank() + 2) % 3
-    there = [dist.P2POp(dist.isend, x, right), dist.P2POp(dist.irecv, received := torch.zeros_like(x), left)]
-    for work in dist.batch_isend_irecv(there):
-        work.wait()
-    received.sum().item()
 
 
 def passes_on(x, others):
@@ -118,9 +94,9 @@ def reduces_in_backward(x, others):
     reduces_in_backward.model.module.weight.grad.sum().item()
 
 
-def steps(step, ranks):
+def steps(step):
     dist.init_process_group("nccl")
-    x, others = torch.ones(4, device="cuda"), dist.new_group([0, ranks - 1])
+    x, others = torch.ones(4, device="cuda"), dist.new_group([0, 2])
     step(x, others)
     with Watchdog(SECONDS, "hang") as dog:
         dog.beat(0)
@@ -132,49 +108,43 @@ def steps(step, ranks):
             dog.beat(number)
 
 
-def hangs(step, ranks):
+def hangs(step):
     with pytest.raises(RankError):
-        on_ranks(steps, step, ranks, ranks=ranks)
+        on_ranks(3, steps, step)
     return read_reports("hang"), json.loads(Path("hang/hang-rank0.json").read_text())["calls"]
 
 
 STEPS = [
     (all_reduces, "all_reduce", 2),
-    (waits, "all_reduce", 2),
     (runs_ahead, "all_reduce", 201),
-    (exchanges, None, 2),
     (passes_on, None, 4),
     (reduces_in_backward, "all_reduce", None),
 ]
 
 
-def crosses(x, groups):
+def crosses():
     """Each rank comes to the other group first, and neither host waits there."""
-    for group in groups if dist.get_rank() else reversed(groups):
-        dist.all_reduce(x, group=group)
-    x.sum().item()
-
-
-def steps_across():
     dist.init_process_group("nccl")
     x, groups = torch.ones(4, device="cuda"), [dist.new_group([0, 1]), dist.new_group([0, 1])]
     for group in groups:
         dist.all_reduce(x, group=group)
     x.sum().item()
     with Watchdog(SECONDS, "hang"):
-        crosses(x, groups)
+        for group in groups if dist.get_rank() else reversed(groups):
+            dist.all_reduce(x, group=group)
+        x.sum().item()
 
 
 def hangs_across():
     with pytest.raises(RankError):
-        on_ranks(steps_across)
+        on_ranks(2, crosses)
     return read_reports("hang")
 
 
 @pytest.fixture(scope="module")
 def hung(gpus):
     """Reports and calls, by step: all hang at the same time."""
-    *found, across = gpus.run_each([*((hangs, (step, 3), {}) for step, *_ in STEPS), (hangs_across, (), {})], gpus=3)
+    *found, across = gpus.run_each([*((hangs, (step,), {}) for step, *_ in STEPS), (hangs_across, (), {})], gpus=3)
     return {step: each for (step, *_), each in zip(STEPS, found, strict=True)} | {crosses: across}
 
 
@@ -195,14 +165,11 @@ def test_the_culprit_alone_is_blamed_though_no_wait_holds_the_others_hosts_up(hu
 
 def test_ranks_that_have_issued_everything_in_another_order_wait_for_each_other(hung):
     for report in hung[crosses]:
-        assert [(verdict.rank, verdict.what, verdict.sequence) for verdict in report.verdicts] == [
-            (0, "behind", 1),
-            (1, "behind", 1),
-        ], report.summary
-        assert {verdict.collective for verdict in report.verdicts} == {"all_reduce"}
+        verdicts = [(each.rank, each.what, each.sequence, each.collective) for each in report.verdicts]
+        assert verdicts == [(0, "behind", 1, "all_reduce"), (1, "behind", 1, "all_reduce")], report.summary
 
 
-# --- what a recorder sees ---------------------------------------------------------------------------------------------
+# --- what a recorder sees
 
 
 def calls_of(record):
@@ -211,9 +178,9 @@ def calls_of(record):
     ]
 
 
-def is_recorded():
-    dist.init_process_group("nccl")
-    x, found = torch.ones(4, device="cuda"), {}
+@on_gpu_ranks(2)
+def test_a_call_has_ended_when_the_gpu_has_come_past_it():
+    x = torch.ones(4, device="cuda")
     dist.all_reduce(x)
     x.sum().item()
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
@@ -223,10 +190,10 @@ def is_recorded():
     if rank == 1:
         store.wait(["looked"])  # rank 0 is far ahead
     work = dist.all_reduce(x, async_op=True)
-    found["issued"] = calls_of(record)
+    assert rank == 1 or calls_of(record) == [("all_reduce", 0, True)], "issued"
     work.wait()
     recorder.look()
-    found["waited"] = calls_of(record)
+    assert rank == 1 or calls_of(record) == [("all_reduce", WAITED_FOR, True)], "the wait has returned"
     if rank == 0:
         store.set("looked", "")
     dist.all_reduce(x)
@@ -238,18 +205,10 @@ def is_recorded():
     torch.cuda.synchronize()
     recorder.look()
     recorder.stop()
-    found["arrived"] = calls_of(record)
-    return found
+    assert calls_of(record) == [(name, ENDED, True) for name in ("all_reduce", "all_reduce", "send", "recv", "barrier")]
 
 
-def test_a_call_has_ended_when_the_gpu_has_come_past_it(gpus):
-    found, _ = gpus.run(on_ranks, is_recorded)
-    assert found["issued"] == [("all_reduce", 0, True)]
-    assert found["waited"] == [("all_reduce", WAITED_FOR, True)], "the wait has returned"
-    assert found["arrived"] == [(name, ENDED, True) for name in ("all_reduce", "all_reduce", "send", "recv", "barrier")]
-
-
-# --- the meter --------------------------------------------------------------------------------------------------------
+# --- the meter
 
 
 class Metered(Callback):
@@ -268,11 +227,9 @@ class Metered(Callback):
                 result = train_step(batches)
             # What attention's kernels save for the backward pass is their own affair; and what the step returns on the
             # CPU may be such a buffer itself, where a GPU's is copied to the host.
-            peak = {kind: size for kind, size in meter.peak.items() if kind != "activations"}
-            resident = {kind: meter.resident[kind] for kind in ("parameters", "gradients", "optimizer states")}
             self.found |= {
-                "peak": peak,
-                "resident": resident,
+                "peak": {kind: size for kind, size in meter.peak.items() if kind != "activations"},
+                "resident": {kind: meter.resident[kind] for kind in ("parameters", "gradients", "optimizer states")},
                 "waits": len(meter._waits),
                 "spans": {(span.kind, span.name) for span in meter.timeline},
                 "collectives": [(c.name, c.bytes, c.dtype, c.ranks, c.sent) for c in meter.collectives],
@@ -290,10 +247,8 @@ def measured(config):
 
 
 def measured_on_both(strategy):
-    return [
-        on_ranks(measured, build(RUN | {"strategy": strategy, "engine": "scratch", "device": device}), device=device)
-        for device in ("cpu", "cuda")
-    ]
+    options = RUN | {"strategy": strategy, "engine": "scratch"}
+    return [on_ranks(2, measured, build(options | {"device": device}), device=device) for device in ("cpu", "cuda")]
 
 
 @pytest.mark.parametrize("strategy", some(["ddp", "zero1", "zero2", "zero3", "fsdp"], "zero3"))
@@ -307,17 +262,7 @@ def test_the_meter_counts_on_gpus_what_it_counts_on_the_cpu(gpus, strategy):
 
 
 def stamps():
-    """Stamps of a thread that was never told which GPU it is on."""
-    clock, found = Clock(torch.device("cuda")), []
-    thread = threading.Thread(target=lambda: found.extend((torch.cuda.current_device(), clock.stamp())))
-    thread.start()
-    thread.join()
-    clock.settle()
-    return clock.device, found[0], 0 <= clock.seconds(found[1]) - clock._began < 10
-
-
-def stamped_streams():
-    """Which GPU's stream each event was put into."""
+    """Stamps of a thread that was never told which GPU it is on; and which GPU's stream each event was put into."""
     recorded = []
 
     class Noted(torch.cuda.Event):
@@ -325,17 +270,25 @@ def stamped_streams():
             recorded.append(None if stream is None else stream.device)
             return super().record(stream)
 
+    def stamp():
+        assert torch.cuda.current_device() == 0
+        found.append(clock.stamp())
+
     torch.cuda.Event = Noted
-    return stamps(), recorded
+    clock, found = Clock(torch.device("cuda")), []
+    thread = threading.Thread(target=stamp)
+    thread.start()
+    thread.join()
+    clock.settle()
+    assert 0 <= clock.seconds(found[0]) - clock._began < 10
+    return [clock.device, *recorded]
 
 
 def test_a_stamp_of_any_thread_is_on_the_clocks_gpu(gpus):
-    for rank, ((device, current, is_near), streams) in enumerate(gpus.run(on_ranks, stamped_streams)):
-        assert current == 0 and is_near
-        assert device == torch.device("cuda", rank) and streams == [device, device]
+    assert gpus.ranks(2, stamps) == [[torch.device("cuda", rank)] * 3 for rank in (0, 1)]
 
 
-# --- the fault lab ----------------------------------------------------------------------------------------------------
+# --- the fault lab
 
 
 def inspected_and_fixed(name):
@@ -359,7 +312,7 @@ def test_the_tools_of_the_fault_lab_name_the_culprit_and_the_cures_work(gpus, na
         assert error is None and None not in values, name
 
 
-# --- somebody else's job ----------------------------------------------------------------------------------------------
+# --- somebody else's job
 
 
 def measured_job(folder):
@@ -373,7 +326,7 @@ def measured_job(folder):
 
 
 def test_the_meter_of_a_job_has_the_streams_times(gpus, tmp_path):
-    gpus.run(on_ranks, measured_job, tmp_path)
+    gpus.ranks(2, measured_job, tmp_path)
     logs = job_report.read(tmp_path)
     assert [[(call.name, call.bytes) for call in log.calls] for log in logs] == [[("all_reduce", 4096)] * 4] * 2
     for log in logs:

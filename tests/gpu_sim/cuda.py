@@ -90,16 +90,9 @@ class Stream(torch.Stream):
 class Event(torch.Event):
     """torch.cuda.Event."""
 
-    def __new__(
-        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
-    ) -> "Event":
-        return super().__new__(
-            cls,
-            torch.device("cuda", _ext.current_device()),
-            enable_timing=enable_timing,
-            blocking=blocking,
-            interprocess=interprocess,
-        )
+    def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
+        here = torch.device("cuda", _ext.current_device())
+        return super().__new__(cls, here, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
     def record(self, stream: Any = None) -> None:
         super().record(current_stream() if stream is None else stream)
