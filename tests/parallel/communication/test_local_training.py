@@ -3,171 +3,279 @@
 In float64, so that the order of a sum shows in the 16th digit only.
 """
 
+import copy
+import functools
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.testing import assert_close
 
-from course_lib.launching.launch import launch
+from course_lib.errors import ConfigError
+from course_lib.metering.meter import Meter
+from course_lib.parallel.communication.diloco import DiLoCo, plain_sum
 from course_lib.parallel.communication.hooks import all_reduce_bytes
-from tests.parallel.communication import local_cases
-from tests.parallel.communication.local_cases import adamw, batch, model, sgd, weights
+from course_lib.parallel.communication.local_sgd import LocalSGD
+from course_lib.parallel.communication.quantized_all_reduce import QuantizedAllReduce
+from course_lib.parallel.ddp import DataParallel
+from tests.ranks import on_ranks
+
+ROWS, WIDTH = 6, 5
+"""Rows of a rank's batch."""
+PAPERS = {"sync_every": 3, "outer_lr": 0.7, "outer_momentum": 0.9, "sum_over_ranks": plain_sum}
+both = pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
 
 
-def run(function, *args, ranks=2, **options):
-    return launch(function, *args, num_processes=ranks, timeout=240, **options)
+class Blocks(nn.Module):
+    """Four blocks between two layers; one weight is frozen."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(WIDTH, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.last = nn.Linear(8, 1)
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden)) * self.frozen
+        return self.last(hidden).squeeze(-1)
+
+
+def model(seed=0):
+    return Blocks(seed).double()
+
+
+def engine_of(kind, net, **options):
+    given = options if kind is LocalSGD else PAPERS | options
+    return kind(net, group=None, **given)
+
+
+def loss(net, step, rank):
+    numbers = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(ROWS, WIDTH, generator=numbers, dtype=torch.float64)
+    y = x.sum(1) * (1 + rank)  # the ranks' rows ask for different functions
+    return (net(x) - y).square().mean()
+
+
+def trained(net):
+    return [parameter for parameter in net.parameters() if parameter.requires_grad]
+
+
+def weights(net):
+    return torch.cat([parameter.detach().reshape(-1) for parameter in trained(net)])
+
+
+def sgd(net):
+    return torch.optim.SGD(trained(net), lr=0.02)
+
+
+def adamw(net):
+    return torch.optim.AdamW(trained(net), lr=0.01)
+
+
+def train(engine, optimizer, steps):
+    """Steps on this rank's rows; the trained parameters after each."""
+    history = []
+    for step in steps:
+        loss(engine, step, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        getattr(engine, "after_step", lambda: None)()
+        history.append(weights(engine))
+    return torch.stack(history)
+
+
+def data_parallel(make_optimizer, steps):
+    engine = DataParallel(model())
+    return train(engine, make_optimizer(engine), range(steps))
+
+
+def local_sgd(sync_every, make_optimizer, steps):
+    engine = LocalSGD(model(seed=dist.get_rank()), sync_every=sync_every, group=None)
+    return train(engine, make_optimizer(engine), range(steps))
+
+
+def diloco(make_optimizer, steps, **options):
+    engine = engine_of(DiLoCo, model(), **options)
+    return train(engine, make_optimizer(engine), range(steps))
+
+
+def in_one_process(make_optimizer, steps, every, agree):
+    """A model for each rank, in turn; ``agree(models)`` after rounds. The weights of this one's, step by step."""
+    models = [model() for _ in range(dist.get_world_size())]
+    optimizers = [make_optimizer(net) for net in models]
+    history = []
+    for step in range(steps):
+        for rank, (net, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            loss(net, step, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if (step + 1) % every == 0:
+            with torch.no_grad():
+                agree(models)
+        history.append(weights(models[dist.get_rank()]))
+    return torch.stack(history)
+
+
+def on_all(tensor):
+    """Every rank's, (ranks, …)."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return torch.stack(parts)
 
 
 def furthest(mine, theirs):
-    return max((a - b).abs().max().item() for a, b in zip(mine, theirs, strict=True))
+    return (mine - theirs).abs().max().item()
 
 
-def in_one_process(ranks, make_optimizer, number, agree):
-    """N models in turn; ``agree(models, step)`` after each round. The weights of each rank, step by step."""
-    models = [model() for _ in range(ranks)]
-    optimizers = [make_optimizer([p for p in net.parameters() if p.requires_grad]) for net in models]
-    history = [[] for _ in models]
-    for step in range(number):
-        for rank, (net, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            x, y = batch(step, rank)
-            (net(x) - y).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        agree(models, step + 1)
-        for rank, net in enumerate(models):
-            history[rank].append(weights(net))
-    return history
-
-
-def averaging(every):
-    @torch.no_grad()
-    def agree(models, step):
-        if step % every == 0:
-            for parameters in zip(*(net.parameters() for net in models), strict=True):
-                mean = sum(parameters) / len(models)
-                for parameter in parameters:
-                    parameter.copy_(mean)
-
-    return agree
+same = functools.partial(assert_close, rtol=0, atol=1e-13)
 
 
 # --- LocalSGD ---
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_local_sgd_is_local_training_with_means(ranks):
-    histories = run(local_cases.local_sgd, 3, adamw, 7, ranks=ranks)
-    expected = in_one_process(ranks, adamw, 7, averaging(3))
-    for mine, theirs in zip(histories, expected, strict=True):
-        assert furthest(mine, theirs) < 1e-12
-    for step in range(7):
-        apart = (histories[0][step] - histories[1][step]).abs().max().item()
-        assert apart == 0 if step in (2, 5) else apart > 1e-3, step
+@on_ranks(2, 3)
+def test_local_sgd_is_local_training_with_means():
+    def take_means(models):
+        for parameters in zip(*map(trained, models), strict=True):
+            mean = sum(parameters) / len(models)
+            for parameter in parameters:
+                parameter.copy_(mean)
+
+    mine = local_sgd(3, adamw, 7)
+    assert_close(mine, in_one_process(adamw, 7, 3, take_means), rtol=0, atol=1e-12)
+    first, second, *_ = on_all(mine)
+    apart = (first - second).abs().amax(1)
+    assert apart.nonzero().flatten().tolist() == [0, 1, 3, 4, 6] and apart[apart > 0].min() > 1e-3
 
 
+@on_ranks(2)
 def test_at_h_1_local_sgd_is_data_parallelism_with_plain_sgd_alone():
-    parallel = run(local_cases.data_parallel, sgd, 4)
-    assert furthest(run(local_cases.local_sgd, 1, sgd, 4)[0], parallel[0]) < 1e-13
-    assert furthest(run(local_cases.local_sgd, 2, sgd, 4)[0], parallel[0]) > 1e-3
+    parallel = data_parallel(sgd, 4)
+    same(local_sgd(1, sgd, 4), parallel)
+    assert furthest(local_sgd(2, sgd, 4), parallel) > 1e-3
     # AdamW's step is not linear in the gradient: the mean of two steps is not the step of the mean.
-    assert furthest(run(local_cases.local_sgd, 1, adamw, 4)[0], run(local_cases.data_parallel, adamw, 4)[0]) > 1e-3
+    assert furthest(local_sgd(1, adamw, 4), data_parallel(adamw, 4)) > 1e-3
 
 
+@on_ranks(2)
 def test_local_sgd_is_torchs():
-    for mine, theirs in zip(
-        run(local_cases.local_sgd, 3, adamw, 7), run(local_cases.torchs_local_sgd, 3, 7), strict=True
-    ):
-        assert furthest(mine, theirs) < 1e-13
+    averager = PeriodicModelAverager(period=3)
+    averager.step = 1  # torch's counts its steps from 0 and averages at each multiple: it is told one step more
+    net = model()
+    same(local_sgd(3, adamw, 7), train(net, PostLocalSGDOptimizer(adamw(net), averager), range(7)))
 
 
 # --- DiLoCo ---
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
+@on_ranks(2)
 def test_at_h_1_diloco_is_one_process_with_nesterov(momentum):
     """Sign and scale of the outer gradient: with inner SGD it is lr times the gradient of the whole batch."""
-    options = {"sync_every": 1, "outer_lr": 0.7, "outer_momentum": momentum}
-    for mine in run(local_cases.diloco, options, sgd, 5):
-        net = model()
-        outer = torch.optim.SGD(
-            [p for p in net.parameters() if p.requires_grad], lr=0.02 * 0.7, momentum=momentum, nesterov=momentum > 0
-        )
-        theirs = []
-        for step in range(5):
-            sum((net(x) - y).square().mean() / 2 for x, y in (batch(step, 0), batch(step, 1))).backward()
-            outer.step()
-            outer.zero_grad()
-            theirs.append(weights(net))
-        assert furthest(mine, theirs) < 1e-13
-        start = weights(model())
-        assert (mine[0] - start).dot(theirs[0] - start) > 0 and (mine[0] - start).norm() > 1e-3
-
-
-def outer_steps(every, ranks):
-    """DiLoCo with torch's own SGD as the outer optimizer."""
-    shared = model()
-    trained = [name for name, parameter in shared.named_parameters() if parameter.requires_grad]
-    outer = torch.optim.SGD([shared.get_parameter(name) for name in trained], lr=0.7, momentum=0.9, nesterov=True)
-
-    @torch.no_grad()
-    def agree(models, step):
-        if step % every:
-            return
-        for name in trained:
-            parameter = shared.get_parameter(name)
-            parameter.grad = sum(parameter - net.get_parameter(name) for net in models) / ranks
+    mine = diloco(sgd, 5, sync_every=1, outer_momentum=momentum)
+    net, theirs = model(), []
+    outer = torch.optim.SGD(trained(net), lr=0.02 * 0.7, momentum=momentum, nesterov=momentum > 0)
+    for step in range(5):
+        ((loss(net, step, 0) + loss(net, step, 1)) / 2).backward()
         outer.step()
-        for net in models:
-            for name in trained:
-                net.get_parameter(name).copy_(shared.get_parameter(name))
-
-    return agree
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_diloco_is_local_training_with_torchs_nesterov_outside(ranks):
-    mine = run(local_cases.diloco, {"sync_every": 3}, adamw, 7, ranks=ranks)
-    theirs = in_one_process(ranks, adamw, 7, outer_steps(3, ranks))
-    assert max(map(furthest, mine, theirs)) < 1e-12
-    assert furthest(mine[0], run(local_cases.local_sgd, 3, adamw, 7, ranks=ranks)[0]) > 1e-2
+        outer.zero_grad()
+        theirs.append(weights(net))
+    same(mine, torch.stack(theirs))
+    assert (mine[0] - weights(model())).norm() > 1e-3
 
 
+@on_ranks(2, 3)
+def test_diloco_is_local_training_with_torchs_nesterov_outside():
+    shared = trained(model())
+    outer = torch.optim.SGD(shared, lr=0.7, momentum=0.9, nesterov=True)
+
+    def outer_step(models):
+        everyones = [trained(net) for net in models]
+        for parameter, *of_ranks in zip(shared, *everyones, strict=True):
+            parameter.grad = sum(parameter - own for own in of_ranks) / len(models)
+        outer.step()
+        for own in everyones:
+            torch._foreach_copy_(own, shared)
+
+    mine = diloco(adamw, 7)
+    assert_close(mine, in_one_process(adamw, 7, 3, outer_step), rtol=0, atol=1e-12)
+    assert furthest(mine, local_sgd(3, adamw, 7)) > 1e-2
+
+
+@on_ranks(2)
 def test_with_a_rate_of_1_and_no_momentum_diloco_is_local_sgd():
-    mine = run(local_cases.diloco, {"sync_every": 3, "outer_lr": 1.0, "outer_momentum": 0.0}, adamw, 7)
-    theirs = run(local_cases.local_sgd, 3, adamw, 7)
-    assert max(map(furthest, mine, theirs)) < 1e-13
+    same(diloco(adamw, 7, outer_lr=1.0, outer_momentum=0.0), local_sgd(3, adamw, 7))
 
 
-def test_quantized_outer_gradients_are_near_and_the_ranks_agree():
-    plain = run(local_cases.diloco, {"sync_every": 3}, adamw, 6)
-    for bits, near in ((8, 1e-3), (4, 3e-2)):
-        rounded = run(local_cases.diloco, {"sync_every": 3, "bits": bits}, adamw, 6)
-        assert torch.equal(rounded[0][-1], rounded[1][-1])
-        assert 0 < (rounded[0][-1] - plain[0][-1]).abs().max().item() < near
+@pytest.mark.parametrize("bits, near", [(8, 1e-3), (4, 3e-2)])
+@on_ranks(2)
+def test_quantized_outer_gradients_are_near_and_the_ranks_agree(bits, near):
+    rounded = diloco(adamw, 6, sum_over_ranks=QuantizedAllReduce(bits, 16).sum)[-1]
+    first, second = on_all(rounded)
+    assert torch.equal(first, second)
+    assert 0 < furthest(rounded, diloco(adamw, 6)[-1]) < near
 
 
 # --- agreement, bytes, state ---
 
 
-@pytest.mark.parametrize("kind", [{"averaging": True}, {}])
+@both
+@on_ranks(2)
 def test_within_agreed_all_ranks_are_alike_and_after_it_themselves(kind):
-    (own, within, restored), (others_own, others, other_restored) = run(local_cases.agreement, kind)
-    assert torch.equal(within, others) and restored and other_restored and not torch.equal(own, others_own)
-    if kind:
-        assert torch.allclose(within, (own + others_own) / 2, rtol=0, atol=1e-14)
+    engine = engine_of(kind, model(), sync_every=4)
+    train(engine, sgd(engine), range(6))
+    own = weights(engine)
+    with engine.agreed():
+        within, other = on_all(weights(engine))
+    everyones = on_all(own)
+    assert torch.equal(within, other) and torch.equal(weights(engine), own) and not torch.equal(*everyones)
+    if kind is LocalSGD:
+        assert_close(within, everyones.mean(0), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_sent_is_the_formula(ranks):
-    for kind in ({"averaging": True}, {}):
-        for sent, elements in run(local_cases.bytes_of_steps, {"sync_every": 3} | kind, 7, ranks=ranks):
-            assert sent == [all_reduce_bytes(8 * elements, ranks) if step in (2, 5) else 0 for step in range(7)]
+@both
+@on_ranks(2, 3)
+def test_what_is_sent_is_the_formula(kind):
+    engine, sent = engine_of(kind, model(), sync_every=3), []
+    optimizer = sgd(engine)
+    for step in range(7):
+        with Meter() as meter:
+            train(engine, optimizer, [step])
+        sent.append(meter.bytes_sent)
+    once = all_reduce_bytes(8 * weights(engine).numel(), dist.get_world_size())
+    assert sent == [0, 0, once, 0, 0, once, 0]
 
 
-@pytest.mark.parametrize("options", [{"averaging": True}, {}])
-def test_what_was_saved_in_the_middle_of_a_period_goes_on_with_the_same_bits(options):
-    for undisturbed, loaded, without in run(local_cases.resumed, {"sync_every": 4} | options, 5):
-        assert torch.equal(undisturbed, loaded)
-        assert (undisturbed - without).abs().max() > 1e-4
+@both
+@on_ranks(2)
+def test_what_was_saved_in_the_middle_of_a_period_goes_on_with_the_same_bits(kind):
+    engine = engine_of(kind, model(), sync_every=4)
+    optimizer = adamw(engine)
+    train(engine, optimizer, range(5))
+    state = engine.state_dict_of_rank()
+    saved = copy.deepcopy((engine.module.state_dict(), optimizer.state_dict()))
+    undisturbed = train(engine, optimizer, range(5, 10))[-1]
+
+    def resumed(with_state):
+        engine = engine_of(kind, model(seed=3), sync_every=4)
+        engine.module.load_state_dict(saved[0])
+        if with_state:
+            engine.load_state_dict_of_rank(state)
+        optimizer = adamw(engine)
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        return train(engine, optimizer, range(5, 10))[-1]
+
+    assert torch.equal(resumed(with_state=True), undisturbed)
+    assert furthest(resumed(with_state=False), undisturbed) > 1e-4
 
 
 def test_a_period_of_no_steps_is_refused():
-    assert run(local_cases.refusal) == ["ranks that agree every 0 steps: use 1 or more"] * 2
+    with pytest.raises(ConfigError, match="ranks that agree every 0 steps: use 1 or more"):
+        LocalSGD(model(), sync_every=0, group=None)
