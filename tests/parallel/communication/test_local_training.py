@@ -8,6 +8,7 @@ import functools
 
 import pytest
 import torch
+import torch._dynamo  # optimizers import it: here once, and not in every rank
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
