@@ -4,7 +4,8 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from itertools import pairwise, product
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,12 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from course_lib.errors import ConfigError
 from course_lib.parallel.pipeline import csv_form
-from course_lib.parallel.pipeline.actions import COMMUNICATION, COMPUTE, Action, B, F, I, Schedule, W, loop, v_shape
+from course_lib.parallel.pipeline.actions import Action, B, F, I, Schedule, W
 from course_lib.parallel.pipeline.fitted.search import NAMES, build, stage_costs, stages_for
 from course_lib.parallel.pipeline.passes import lower, merge_backward, split_backward, without_communication
 from course_lib.parallel.pipeline.schedules import KINDS, make
 from course_lib.parallel.pipeline.simulation import Costs
-from course_lib.parallel.pipeline.validation import check, in_flight
+from course_lib.parallel.pipeline.validation import check
 
 GOLDEN = Path(__file__).parent / "golden"
 SIZES = list(product(range(1, 6), range(1, 13), (1, 2, 3)))
@@ -74,34 +75,19 @@ def with_pairs(table):
 
 @pytest.mark.parametrize("name", [name for name in TORCH if name != "1f1b"])
 def test_the_table_is_torchs(name):
-    tables = list(legal(name))
-    for table in tables:
+    for table in legal(name):
         ours = [row.split(",") for row in with_pairs(table).splitlines()]
         assert ours == torch_rows(name, table.ranks, table.microbatches, table.stages // table.ranks)
-    assert len(tables) >= 15
 
 
 def test_1f1b_is_torchs_but_for_the_last_rank_whose_printed_order_skips_micro_batch_0():
     # What torch runs there is right; the order that it prints begins with micro-batch 1.
-    tables = [table for table in legal("1f1b") if table.microbatches >= table.ranks > 1]
-    for table in tables:
-        torchs = torch_rows("1f1b", table.ranks, table.microbatches, 1)
-        assert [list(map(str, row)) for row in table.rows[:-1]] == torchs[:-1]
-        last = table.ranks - 1
-        turns = [Action(last, kind, microbatch) for microbatch in range(table.microbatches) for kind in (F, B)]
-        assert table.rows[-1] == tuple(turns)
-    assert len(tables) == 38
-
-
-def test_zb_h1_is_torchs_interleaved_zero_bubble_with_one_stage_a_rank():
-    tables = list(legal("zb_h1"))
-    assert len(tables) == 60
-    compared = 0
-    for table in tables:
-        if table.microbatches % max(1, table.microbatches // table.ranks) == 0:
-            assert table.rows == make("interleaved_zero_bubble", table.ranks, table.microbatches, 1).rows
-            compared += 1
-    assert compared > 40
+    for table in legal("1f1b"):
+        if table.microbatches >= table.ranks > 1:
+            torchs = torch_rows("1f1b", table.ranks, table.microbatches, 1)
+            assert [list(map(str, row)) for row in table.rows[:-1]] == torchs[:-1]
+            turns = product(range(table.microbatches), (F, B))
+            assert table.rows[-1] == tuple(Action(table.ranks - 1, kind, microbatch) for microbatch, kind in turns)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,25 +97,14 @@ def test_the_table_is_the_committed_one(name):
     assert csv_form.text(table) == (GOLDEN / f"{name}.txt").read_text(), "look at the difference before you commit it"
 
 
-def test_every_schedule_has_a_committed_table():
-    tables = {path.stem for path in GOLDEN.glob("*.txt") if not path.stem.endswith("_lowered")}
-    assert tables == set(NAMES) and len(tables) == 13
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
-def test_the_lowered_table_is_the_committed_one(name):
-    assert csv_form.text(lower(make(name, 2, 4))) == (GOLDEN / f"{name}_lowered.txt").read_text()
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_every_legal_size_is_proved(name):
     tables = list(legal(name))
     for table in tables:
         peaks = check(table)
         assert len(peaks) == table.ranks and max(peaks) <= table.microbatches * table.stages // table.ranks
-    assert len(tables) == {"interleaved": 150, "interleaved_zero_bubble": 150, "looped_bfs": 180, "dualpipev": 35}.get(
-        name, 60
-    )
+    sizes = {"interleaved": 150, "interleaved_zero_bubble": 150, "looped_bfs": 180, "dualpipev": 35}
+    assert len(tables) == sizes.get(name, 60)
 
 
 @pytest.mark.parametrize(
@@ -140,14 +115,8 @@ def test_every_legal_size_is_proved(name):
         ("1f1b", (4, 0, None), "0 micro-batches: take at least 1"),
         ("interleaved", (4, 8, 0), "0 stages per rank: take at least 1"),
         ("1f1b", (4, 8, 2), "1f1b with 2 stages per rank: it takes exactly 1"),
-        ("zbv", (4, 8, 3), "zbv with 3 stages per rank: it takes exactly 2"),
         ("interleaved", (4, 9, 2), "interleaved with 9 micro-batches on 4 ranks: they must divide into 2 equal groups"),
-        ("interleaved_zero_bubble", (4, 13, 2), "they must divide into 3 equal groups"),
-        (
-            "dualpipev",
-            (4, 7, None),
-            "dualpipev with 7 micro-batches on 4 ranks: it takes at least as many as stages, 8",
-        ),
+        ("dualpipev", (4, 7, None), "7 micro-batches on 4 ranks: it takes at least as many as stages, 8"),
     ],
 )
 def test_what_is_illegal_is_refused_with_the_rule(name, numbers, message):
@@ -155,21 +124,12 @@ def test_what_is_illegal_is_refused_with_the_rule(name, numbers, message):
         make(name, *numbers)
 
 
-def test_stages_live_on_a_loop_or_a_v():
-    assert loop(3, 2) == (0, 1, 2, 0, 1, 2)
-    assert v_shape(3, 2) == (0, 1, 2, 2, 1, 0)
-    assert v_shape(2, 3) == (0, 1, 1, 0, 0, 1)
-    table = make("zbv", 3, 6)
-    assert [table.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
-    assert [table.crosses(stage) for stage in range(5)] == [True, True, False, True, True]
-
-
-@pytest.mark.parametrize("text", ["2F0", "12I3", "0W10", "3B1", "2SEND_F0", "3RECV_F0", "1SEND_B7", "0RECV_B7"])
+@pytest.mark.parametrize("text", ["2F0", "12I3", "0W10", "2SEND_F0", "0RECV_B7"])
 def test_actions_print_as_torch_prints_them(text):
     assert str(Action.parse(text)) == text == str(torch_schedules._Action.from_str(text))
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2F0F", "-1F0", "2F-1", "2 F 0"])
+@pytest.mark.parametrize("text", ["", "2X0", "2F0F", "-1F0"])
 def test_what_is_no_action_is_refused(text):
     with pytest.raises(ConfigError, match=f"`{re.escape(text)}` is no action: write stage, kind .* as in 2F0"):
         Action.parse(text)
@@ -178,13 +138,10 @@ def test_what_is_no_action_is_refused(text):
 @pytest.mark.parametrize("name", KINDS)
 def test_lowering_is_torchs(name):
     """The same sends and receives at the same places; pairs that may overlap are lowered as two actions."""
-    compared = 0
+    of_torch = torch_schedules._Action.from_str
     for table in legal(name):
         torchs = torch_schedules._add_send_recv(
-            {
-                rank: [torch_schedules._Action.from_str(str(action)) for action in row]
-                for rank, row in enumerate(table.rows)
-            },
+            {rank: [of_torch(str(action)) for action in row] for rank, row in enumerate(table.rows)},
             stage_to_rank=table.stage_ranks.__getitem__,
             num_stages=table.stages,
         )
@@ -192,14 +149,6 @@ def test_lowering_is_torchs(name):
         for rank, row in enumerate(lowered.rows):
             assert list(map(str, row)) == list(map(str, torchs[rank]))
         assert without_communication(lowered) == table and (lowered.lowered or table.ranks == 1)
-        compared += 1
-    assert compared >= 35
-
-
-def test_only_rank_boundaries_are_crossed_by_messages():
-    kinds = [action.kind for row in lower(make("zbv", 4, 8)).rows for action in row]
-    counts = Counter(kind for kind in kinds if kind in COMMUNICATION)
-    assert counts == dict.fromkeys(COMMUNICATION, 6 * 8)  # 8 stages in a V: 7 boundaries, one within the last rank
 
 
 def test_a_table_is_lowered_once():
@@ -210,24 +159,17 @@ def test_a_table_is_lowered_once():
 @pytest.mark.parametrize("name", KINDS)
 def test_csv_round_trip_and_torchs_runtime(name, tmp_path):
     table = make(name, 4, 8)
+    path, dumped = tmp_path / f"{name}.csv", tmp_path / "torchs.csv"
     for form in (table, lower(table)):
-        csv_form.write(form, tmp_path / f"{name}.csv")
-        back = csv_form.read(tmp_path / f"{name}.csv")
-        assert (back.name, back.stage_ranks, back.microbatches, back.rows) == (
-            name,
-            table.stage_ranks,
-            table.microbatches,
-            form.rows,
-        )
-    for form in (table, lower(table)):
-        csv_form.write(form, tmp_path / "table.csv")
+        csv_form.write(form, path)
+        assert replace(csv_form.read(path), overlapped=table.overlapped) == form
         runtime = object.__new__(torch_schedules._PipelineScheduleRuntime)
         runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches = 4, table.stages, 8
         runtime._stages, runtime.pipeline_order, runtime._defer_pp_recv = [], {}, False
-        runtime._load_csv(tmp_path / "table.csv", format="compute_comms" if form.lowered else "compute_only")
+        runtime._load_csv(path, format="compute_comms" if form.lowered else "compute_only")
         assert tuple(runtime.stage_index_to_group_rank[stage] for stage in range(table.stages)) == table.stage_ranks
-        runtime._dump_csv(tmp_path / "torchs.csv", format="compute_comms")
-        torchs = csv_form.read(tmp_path / "torchs.csv")
+        runtime._dump_csv(dumped, format="compute_comms")
+        torchs = csv_form.read(dumped)
         assert without_communication(torchs).rows == table.rows
         assert torchs.rows == form.rows or not form.lowered
         check(torchs)  # torch lowers it with its bookkeeping in between: some receives come elsewhere
@@ -235,8 +177,7 @@ def test_csv_round_trip_and_torchs_runtime(name, tmp_path):
 
 def test_csv_reads_torchs_waits_pairs_and_bookkeeping():
     table = make("dualpipev", 2, 4)
-    assert csv_form.parse(with_pairs(table), "dualpipev") == table
-    assert len(table.overlapped) > 3
+    assert csv_form.parse(with_pairs(table), "dualpipev") == table and table.overlapped
     torchs = ",0UNSHARD,0F0,,0B0,0REDUCE_GRAD\n1F0 , 1B0,1RESHARD,\n"
     assert csv_form.parse(torchs) == Schedule(
         "table", (0, 1), 1, ((Action(0, F, 0), Action(0, B, 0)), (Action(1, F, 0), Action(1, B, 0)))
@@ -270,28 +211,12 @@ def test_splitting_and_merging_backwards():
     split = split_backward(table)
     assert {action.kind for row in split.rows for action in row} == {F, I, W}
     assert merge_backward(split) == table and check(split) == check(table)
-    zero_bubble = make("zb_h1", 3, 5)
-    merged = merge_backward(zero_bubble)
+    apart = make("zb_h1", 3, 5)
+    merged = merge_backward(apart)
     check(merged)
+    adjacent = re.findall(r"(\d+)I(\d+),\1W\2\b", str(apart))
     kinds = Counter(action.kind for row in merged.rows for action in row)
-    adjacent = sum(
-        (first.kind, second.kind) == (I, W) and first.microbatch == second.microbatch
-        for row in zero_bubble.rows
-        for first, second in pairwise(row)
-    )
-    assert kinds[B] == adjacent > 0 and kinds[B] + kinds[W] == 15 and kinds[I] == kinds[W]
-
-
-def test_peaks_are_those_that_the_papers_state():
-    ranks, microbatches = 4, 12
-    peaks = {name: in_flight(make(name, ranks, microbatches)) for name in KINDS}
-    assert peaks["gpipe"] == (microbatches,) * ranks
-    assert peaks["1f1b"] == tuple(ranks - rank for rank in range(ranks))
-    assert peaks["zb_h1"] == (ranks,) * ranks  # those whose weights are owed count too
-    assert peaks["zb_h2"] == (2 * ranks - 1,) * ranks
-    assert peaks["zbv"] == (2 * ranks,) * ranks  # of stages half as large
-    assert peaks["dualpipev"] == (2 * ranks + 1,) * ranks
-    assert peaks["interleaved"] == tuple(ranks + 2 * (ranks - 1 - rank) + 1 for rank in range(ranks))
+    assert kinds[B] == len(adjacent) > 0 and kinds[W] == kinds[I] == 15 - len(adjacent)
 
 
 def test_the_modules_need_no_torch():
@@ -301,7 +226,3 @@ def test_the_modules_need_no_torch():
         "print([name for name in ('torch', 'numpy', 'matplotlib') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=240).stdout == b"[]\n"
-
-
-def test_kinds_are_those_that_the_table_may_hold():
-    assert COMPUTE == ("F", "B", "I", "W") and len(COMMUNICATION) == 4 and len(KINDS) == 9

@@ -1,76 +1,39 @@
 """The simulator against closed formulas, in exact arithmetic; its rules, its memory, and the fitted tables."""
 
+import contextlib
 import re
 from fractions import Fraction
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 
 from course_lib.errors import ConfigError
 from course_lib.parallel.pipeline.actions import B, F, Schedule
 from course_lib.parallel.pipeline.fitted import building_blocks, zero_bubble
-from course_lib.parallel.pipeline.fitted.search import stage_costs
 from course_lib.parallel.pipeline.formulas import bubble_time
 from course_lib.parallel.pipeline.passes import lower
 from course_lib.parallel.pipeline.schedules import KINDS, make
-from course_lib.parallel.pipeline.simulation import Costs, Number, Timeline, exact, simulate
+from course_lib.parallel.pipeline.simulation import Costs, exact, simulate
 from course_lib.parallel.pipeline.validation import check, in_flight
 
-LENGTHS: list[tuple[Number, Number, Number]] = [
-    (1, 1, 1),
-    (3, 2, 1),
-    (2, 3, 1),
-    (10, 10, 7),
-    (5, 6, 4),
-    (Fraction(1, 3), Fraction(2, 7), Fraction(1, 5)),
-    (0.1, 0.2, 0.1),
-]
+LENGTHS = [(1, 1, 1), (3, 2, 1), (2, 3, 1), (10, 10, 7), (5, 6, 4)]
+"""Of F, I and W."""
+MORE_LENGTHS = [*LENGTHS, (Fraction(1, 3), Fraction(2, 7), Fraction(1, 5)), (0.1, 0.2, 0.1)]
 
 
-def longest(timeline: Timeline) -> Fraction:
-    """The longest time of a rank from its own first action to its last."""
-    return Fraction(max(row[-1].end - row[0].start for row in timeline.rows))
-
-
-def wait(timeline: Timeline) -> Fraction:
-    """How long the rank waits that takes longest."""
-    return longest(timeline) * timeline.stage_bubble
-
-
-def test_gpipe_and_1f1b_wait_p_minus_1_of_m_plus_p_minus_1():
-    sizes = list(product(range(1, 9), (1, 2, 3, 5, 8, 13)))
-    for (ranks, microbatches), lengths, name in product(sizes, LENGTHS, ("gpipe", "1f1b")):
-        timeline = simulate(make(name, ranks, microbatches), Costs(*lengths))
-        assert timeline.bubble == Fraction(ranks - 1, microbatches + ranks - 1)
-        assert timeline.makespan == (microbatches + ranks - 1) * sum(map(exact, lengths))
-    assert len(sizes) == 48
-
-
-def test_interleaved_divides_the_wait_by_v():
-    compared = 0
-    for ranks, rounds, stages, lengths, name in product(
-        range(1, 6), (1, 2, 3), (1, 2, 3, 4), LENGTHS, ("interleaved", "looped_bfs")
-    ):
-        microbatches = rounds * ranks
-        timeline = simulate(make(name, ranks, microbatches, stages), stage_costs(Costs(*lengths), stages))
-        assert timeline.bubble == Fraction(ranks - 1, stages * microbatches + ranks - 1)
-        work = sum(map(exact, lengths))
-        assert timeline.makespan - microbatches * work == (ranks - 1) * work / stages
-        compared += 1
-    assert compared == 840
+def wait(timeline):
+    """How long the rank waits that takes longest, from its own first action to its last."""
+    return Fraction(max(row[-1].end - row[0].start for row in timeline.rows)) * timeline.stage_bubble
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_formula_holds_wherever_there_is_one(name):
     compared = 0
-    for ranks, microbatches, lengths in product(range(1, 6), range(1, 13), [*LENGTHS, (1, 1, 2), (7, 5, 6), (4, 1, 1)]):
-        for stages in (1, 2, 3):
-            try:
-                table = make(name, ranks, microbatches, stages)
-            except ConfigError:
-                continue
-            forward, backward, weight = lengths
-            costs = Costs(*lengths, pair=exact(forward) + exact(backward) + exact(weight))
+    lengths_of_all = [*MORE_LENGTHS, (1, 1, 2), (7, 5, 6), (4, 1, 1)]
+    for ranks, microbatches, lengths, stages in product(range(1, 6), range(1, 13), lengths_of_all, (1, 2, 3)):
+        costs = Costs(*lengths, pair=sum(map(exact, lengths)))
+        with contextlib.suppress(ConfigError):  # a size that the schedule does not take
+            table = make(name, ranks, microbatches, stages)
             expected = bubble_time(name, ranks, microbatches, costs)
             if expected is None:
                 continue
@@ -82,7 +45,7 @@ def test_the_formula_holds_wherever_there_is_one(name):
             else:
                 assert timeline.makespan * timeline.bubble == expected
             compared += 1
-    assert compared >= (30 if name in ("zbv", "dualpipev") else 200), compared
+    assert compared >= (30 if name in ("zbv", "dualpipev") else 200)
 
 
 def test_where_the_formula_does_not_hold_there_is_none():
@@ -102,17 +65,13 @@ def test_a_time_line_keeps_every_rule():
         for span in row
         if span.action.kind != "W"
     }
-    waits = 0
     for row, actions in zip(timeline.rows, table.rows, strict=True):
         assert tuple(span.action for span in row) == actions
-        assert all(before.end <= after.start for before, after in pairwise(row))
         for before, span in zip((None, *row), row, strict=False):
             source = table.source(span.action)
             ready = ends[(*source, span.action.microbatch)] + costs.latency if source else Fraction(0)
             free = before.end if before else Fraction(0)
             assert span.start == max(ready, free)
-            waits += ready > free
-    assert waits > 10
 
 
 def test_sends_and_receives_in_the_table_change_nothing():
@@ -134,7 +93,7 @@ def test_overlapped_pairs_take_the_time_of_a_pair():
     apart, together = simulate(table), simulate(table, Costs(pair=2))
     assert together.makespan < apart.makespan
     pairs = [span for row in together.rows for span in row if span.action in table.overlapped]
-    assert {span.end - span.start for span in pairs} == {2} and len(pairs) == len(table.overlapped) > 10
+    assert {span.end - span.start for span in pairs} == {2} and len(pairs) == len(table.overlapped)
     assert sum(together.busy) == sum(apart.busy) - len(pairs)
     assert simulate(make("1f1b", 4, 8), Costs(pair=2)).rows == simulate(make("1f1b", 4, 8)).rows
 
@@ -146,10 +105,7 @@ def test_overlapped_pairs_take_the_time_of_a_pair():
         (lambda: Costs(backward_weight=[1, float("nan")]), "cost `backward_weight` is nan"),
         (lambda: Costs(latency=float("inf")), "cost `latency` is inf"),
         (lambda: Costs(activation=(1, -2)), "cost `activation` is -2"),
-        (
-            lambda: simulate(make("1f1b", 4, 4), Costs([1, 2])),
-            "cost `forward` is given for 2 stages, and the table has 4",
-        ),
+        (lambda: simulate(make("1f1b", 4, 4), Costs([1, 2])), "`forward` is given for 2 stages, and the table has 4"),
     ],
 )
 def test_bad_costs_are_refused(make_costs, message):
@@ -164,8 +120,7 @@ def test_a_table_that_waits_for_itself_is_refused():
 
 
 def test_fitted_tables_are_proved_for_many_sizes_and_lengths():
-    proved = 0
-    for ranks, microbatches, lengths in product(range(1, 6), (1, 2, 5, 10), LENGTHS[:5]):
+    for ranks, microbatches, lengths in product(range(1, 6), (1, 2, 5, 10), LENGTHS):
         costs = Costs(*lengths, latency=1, activation=8, kept=3)
         tables = [zero_bubble.fit(ranks, microbatches, costs, factor * ranks * 8) for factor in (1, 2)]
         tables += [building_blocks.repeat(name, ranks, microbatches, costs) for name in building_blocks.BLOCKS]
@@ -173,15 +128,17 @@ def test_fitted_tables_are_proved_for_many_sizes_and_lengths():
             tables.append(zero_bubble.fit_v(ranks, microbatches, costs))
         for table in tables:
             check(table)
-            proved += 1
         assert max(simulate(tables[0], costs).peak_activations) <= ranks * 8
-    assert proved == 440
 
 
-def test_a_limit_that_nothing_fits_is_refused():
-    with pytest.raises(ConfigError, match="rank 0 cannot hold another activation"):
-        zero_bubble.fit(4, 8, Costs(), Fraction(1, 2))
-    with pytest.raises(ConfigError, match="cannot hold another activation"):
-        zero_bubble.fit_v(4, 8, Costs(), 1)
-    with pytest.raises(ConfigError, match="a fitted ZB-V with 7 micro-batches on 4 ranks: it takes at least as many"):
-        zero_bubble.fit_v(4, 7, Costs())
+@pytest.mark.parametrize(
+    ("fit", "told"),
+    [
+        (lambda: zero_bubble.fit(4, 8, Costs(), Fraction(1, 2)), "rank 0 cannot hold another activation"),
+        (lambda: zero_bubble.fit_v(4, 8, Costs(), 1), "cannot hold another activation"),
+        (lambda: zero_bubble.fit_v(4, 7, Costs()), "a fitted ZB-V with 7 micro-batches on 4 ranks: it takes at least"),
+    ],
+)
+def test_what_nothing_fits_is_refused(fit, told):
+    with pytest.raises(ConfigError, match=told):
+        fit()
