@@ -1,13 +1,11 @@
 """Architectures of transformers in every way to train, beside one process; the whole table is a long test."""
 
-import collections
 from pathlib import Path
 
 import pytest
 
 from benchmarks import architectures
-from course_lib.training.engines import engine_class
-from testing.architectures import ARCHITECTURES, WAYS, Outcome, config_of, outcomes
+from testing.architectures import ARCHITECTURES, WAYS, Outcome, outcomes
 
 
 def where_it_does_not_agree(found):
@@ -21,12 +19,7 @@ def where_it_does_not_agree(found):
         ("xlnet", "causal_lm", ("ddp torch", "zero1 torch", "zero2 scratch", "fsdp scratch"), ()),
         ("roformer", "masked_lm", ("ddp torch", "pipeline"), ()),
         # an encoder that calls layer.forward(…), past the layers' hooks
-        (
-            "squeezebert",
-            "masked_lm",
-            ("ddp torch", "zero3 scratch", "fsdp torch", "fsdp scratch", "pipeline"),
-            ("pipeline",),
-        ),
+        ("squeezebert", "masked_lm", ("ddp torch", "zero3 scratch", "fsdp torch", "fsdp scratch"), ()),
         # lists of lists of layers
         ("funnel", "masked_lm", ("fsdp scratch", "tensor"), ("tensor",)),
         # transformers' plan, with norms of heads; a layout that a forward shows
@@ -55,24 +48,9 @@ def test_every_way_agrees_or_says_in_a_line_why_not(tmp_path, monkeypatch, archi
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     found = outcomes(tmp_path, architecture, task, timeout=200.0)
     assert set(found) == set(WAYS)
-    wrong = {
-        way: line
-        for way, (line, _) in where_it_does_not_agree(found).items()
-        if not found[way].line or found[way].crashed
-    }
-    assert wrong == {} and all("\n" not in outcome.line for outcome in found.values())
-
-
-def test_the_table_has_all_kinds():
-    kinds = collections.Counter(kind for kind, _, _ in ARCHITECTURES.values())
-    assert len(kinds) >= 40 and {"bert", "llama", "t5", "mixtral", "mamba"} <= set(kinds)
-    engines = {
-        engine_class(config_of(".", "causal_lm", **options)).__name__
-        for way, options in WAYS.items()
-        if way != "zero3 deepspeed"
-    }  # whose import takes seconds
-    ours = {"ScratchDDP", "ScratchZero", "ScratchGathered"}
-    assert engines == ours | {"AccelerateDDP", "TorchZero1", "TorchFSDP", "PipelineEngine"}
+    apart = where_it_does_not_agree(found)
+    assert {way: apart[way] for way in apart if not found[way].line or found[way].crashed} == {}
+    assert not [outcome.line for outcome in found.values() if "\n" in outcome.line]
 
 
 def test_what_an_outcome_says():

@@ -9,15 +9,15 @@ import torch
 from course_lib.config import combinations, option
 from course_lib.config.axes import AXES, ENGINES
 from course_lib.config.combinations import PLAIN
-from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from tests.forked_process import import_deepspeed
+from tests.training.engines.layouts import alone, on, runs
 
 pytestmark = pytest.mark.usefixtures("two_blocks")
 
 ALONE = ("compile", "checkpointing", "lora", "4bit", "sgd", "adafactor", "muon", "watch", "async_save")
 """Beside an axis of ranks; two of them are no matter of ranks."""
-OF_THE_UPDATE = ("lora_r", "load_in_4bit", "optimizer", "adam_epsilon")
+OF_THE_UPDATE = ("model", "lora_r", "load_in_4bit", "optimizer", "adam_epsilon")
 """Options that one process needs too, to be compared with."""
 LOSSY = 1e-2
 """Difference of a loss where gradients travel in eight bits."""
@@ -55,12 +55,11 @@ def layout(pair, engine):
     return given
 
 
-def walk(folder, world_size, chosen):
+def compiled_without_inductor(folder, cases, **common):
     """The traces of some cases; compiled blocks are traced and differentiated, without Inductor's code."""
-    real = torch.compile
-    torch.compile = functools.partial(real, backend="aot_eager")
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
     torch._dynamo.reset()
-    return parity.traces(folder, world_size, chosen, max_steps=2)
+    return runs(folder, cases, **common)
 
 
 @pytest.mark.parametrize(
@@ -69,34 +68,30 @@ def walk(folder, world_size, chosen):
 def test_every_pair_that_is_not_refused_trains_as_one_process_does(tmp_path, pairs):
     import_deepspeed()
     chosen = {case: given for case, given in cases().items() if pairs is None or case[0] in pairs}
-    assert {pair for pair, _ in chosen} >= set(SOME)
 
     @functools.cache
-    def alone(model, update):
-        given = {"training_type": "basic", "model": model, "max_steps": 2} | dict(update)
-        return parity.trace(parity.task(tmp_path / f"one-{hash((model, update))}", 1, **given))
+    def one_process(**given):
+        return alone(tmp_path / f"one-{len(list(tmp_path.iterdir()))}", max_steps=2, **given)
 
     wrong = []
     for deepspeed, world_size in itertools.product((False, True), (2, 4)):
         here = {
-            case: given
-            for case, given in chosen.items()
-            if (case[1] == "deepspeed") == deepspeed
-            and (4 if set(case[0]) <= set(combinations.RANKS) else 2) == world_size
+            f"{' × '.join(pair)}, {engine}": given
+            for (pair, engine), given in chosen.items()
+            if (engine == "deepspeed") == deepspeed and (4 if set(pair) <= set(combinations.RANKS) else 2) == world_size
         }
         if not here:
             continue
-        name = f"{world_size}-{deepspeed}"
-        traces = launch(walk, tmp_path / name, world_size, here, num_processes=world_size, timeout=3000)[0]
-        for (pair, engine), found in zip(here, traces, strict=True):
-            given = here[pair, engine]
-            wanted = alone(given.get("model", "tiny-gpt2"), tuple((n, given[n]) for n in OF_THE_UPDATE if n in given))
-            cell = parity.compare(found, wanted, " × ".join(pair), engine, world_size)
-            coarse = (
-                cell.loss < LOSSY
-                if "communication" in pair
-                else "muon" in pair and cell.loss < parity.LOSS_TOLERANCE and cell.weight < OF_MUON
-            )
-            if not (coarse or cell.agrees):
+        place = tmp_path / f"{world_size}-{deepspeed}"
+        for name, found in on(world_size, place, here, runs=compiled_without_inductor, max_steps=2).items():
+            options = {option: here[name][option] for option in OF_THE_UPDATE if option in here[name]}
+            cell = parity.compare(found, one_process(**options), name, "", world_size)
+            if "communication" in name:
+                agrees = cell.loss < LOSSY
+            elif "muon" in name:
+                agrees = cell.loss < parity.LOSS_TOLERANCE and cell.weight < OF_MUON
+            else:
+                agrees = cell.agrees
+            if not agrees:
                 wrong.append(cell)
     assert wrong == []

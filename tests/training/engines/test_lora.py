@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from course_lib.config import ModelConfig
-from course_lib.launching.launch import launch
 from course_lib.lessons import parity
 from course_lib.modeling import loading, lora, nf4
 from course_lib.training.engines.compose import keep_low
 from tests.forked_process import import_deepspeed
+from tests.training.engines.layouts import agree, alone, on
 
 pytestmark = pytest.mark.usefixtures("two_blocks")
 
@@ -48,9 +48,8 @@ def test_adapters_beside_four_bits_are_those_of_one_process(tmp_path):
     rows = {row: options for row, options in STRATEGIES.items() if row[1] != "deepspeed"}
     cells = parity.matrix(tmp_path, (2,), rows, steps=3, load_in_4bit=True, **ADAPTERS)
     assert len(cells) == 10 and [cell for cell in cells if not cell.agrees] == []
-    plain = parity.trace(parity.task(tmp_path / "plain", 1, training_type="basic", max_steps=3, **ADAPTERS))
-    packed = parity.trace(
-        parity.task(tmp_path / "packed", 1, training_type="basic", max_steps=3, load_in_4bit=True, **ADAPTERS)
+    plain, packed = (
+        alone(tmp_path / f"packed-{four}", max_steps=3, load_in_4bit=four, **ADAPTERS) for four in (False, True)
     )
     assert 1e-5 < max(abs(a - b) for a, b in zip(plain.losses, packed.losses, strict=True)) < 0.1
 
@@ -59,28 +58,21 @@ def test_adapters_beside_bf16_by_engines(tmp_path):
     """Rounding differs by engine; that weights beside the adapters are of 16 bits and these of 32 does not."""
     import_deepspeed()
     options = {"max_steps": 3, "mixed_precision": "bf16", **ADAPTERS}
-    one = parity.trace(parity.task(tmp_path / "one", 1, training_type="basic", **options))
-    for engine in ("torch", "scratch", "deepspeed"):
-        rows = {row: layout for row, layout in STRATEGIES.items() if row[1] == engine and row[0] != "zero1"}
-        runs = launch(parity.traces, tmp_path / engine, 2, rows, **options, num_processes=2, timeout=300)[0]
-        for row, run in zip(rows, runs, strict=True):
-            assert run.losses == pytest.approx(one.losses, abs=0.03), row
-            assert {tensor.dtype for tensor in run.weights.values()} == {torch.float32}, row
+    one = alone(tmp_path / "one", **options)
+    rows = {"-".join(row): layout for row, layout in STRATEGIES.items() if row[0] != "zero1"}
+    for deepspeed in (True, False):  # it takes the whole process to itself
+        cases = {name: layout for name, layout in rows.items() if (layout["engine"] == "deepspeed") == deepspeed}
+        for name, run in on(2, tmp_path, cases, **options).items():
+            assert run.losses == pytest.approx(one.losses, abs=0.03), name
+            assert {tensor.dtype for tensor in run.weights.values()} == {torch.float32}, name
 
 
 def test_ranks_that_share_tokens_train_the_same_adapters(tmp_path):
-    one = parity.trace(parity.task(tmp_path / "one", 1, training_type="basic", max_steps=3, **ADAPTERS))
-    rows = {
-        (f"{strategy} {way}", engine): {
-            "strategy": strategy,
-            "engine": engine,
-            "context_parallel_size": 2,
-            "context_parallel": way,
-            "max_steps": 3,
-            **ADAPTERS,
-        }
-        for strategy, engine, way in (("ddp", "torch", "zigzag"), ("fsdp", "scratch", "ring"))
+    options = {"max_steps": 3, "context_parallel_size": 2, **ADAPTERS}
+    cases = {
+        "ddp": {"engine": "torch", "context_parallel": "zigzag"},
+        "fsdp": {"strategy": "fsdp", "engine": "scratch", "context_parallel": "ring"},
     }
-    runs = launch(parity.traces, tmp_path / "two", 2, rows, num_processes=2, timeout=300)[0]
-    for row, run in zip(rows, runs, strict=True):
-        assert parity.compare(run, one, *row, 2).agrees, row
+    one = alone(tmp_path / "one", max_steps=3, **ADAPTERS)
+    for found in on(2, tmp_path, cases, **options).values():
+        agree(found, one)

@@ -1,8 +1,10 @@
 """How the process group is made: its time-out, its interface, a group of one."""
 
+import contextlib
 import datetime
 import os
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -16,22 +18,17 @@ TIMEOUT = datetime.timedelta(minutes=30)
 def network(monkeypatch):
     """A machine at 10.1.2.3 on `ens5`, with a bridge, whose own name Debian gives 127.0.1.1."""
     ways = {"head": "10.1.2.3", "itself": "127.0.1.1", "192.0.2.1": "10.1.2.3"}
+    interfaces = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "ens5": "10.1.2.3"}
 
-    class Probe:
+    class Probe(contextlib.nullcontext):
         def __init__(self, family, kind):
-            self.own = None
+            super().__init__(self)
 
         def connect(self, address):
             self.own = ways[address[0]]
 
         def getsockname(self):
             return self.own, 1
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
 
     def resolve(name, port, type):
         if name not in ways:
@@ -40,47 +37,34 @@ def network(monkeypatch):
 
     monkeypatch.setattr(process_group.socket, "socket", Probe)
     monkeypatch.setattr(process_group.socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(
-        process_group.psutil,
-        "net_if_addrs",
-        lambda: {
-            name: [types.SimpleNamespace(address=address)]
-            for name, address in (("lo", "127.0.0.1"), ("docker0", "172.17.0.1"), ("ens5", "10.1.2.3"))
-        },
-    )
+    known = {name: [types.SimpleNamespace(address=address)] for name, address in interfaces.items()}
+    monkeypatch.setattr(process_group.psutil, "net_if_addrs", lambda: known)
     return ways
 
 
-@pytest.fixture
-def ranks(monkeypatch):
-    def of(**environment):
-        for name in ("GLOO_SOCKET_IFNAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", ""))  # to be put back
-        if "GLOO_SOCKET_IFNAME" not in environment:
-            del os.environ["GLOO_SOCKET_IFNAME"]
+def chosen(**environment):
+    """The interface that ranks with these variables take."""
+    given = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"} | environment
+    others = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    with mock.patch.dict(os.environ, others | given, clear=True):
         process_group.choose_interface()
         return os.environ.get("GLOO_SOCKET_IFNAME")
 
-    return of
+
+def test_the_interface_is_the_one_towards_the_head(network):
+    assert chosen(MASTER_ADDR="head") == "ens5"
 
 
-def test_the_interface_is_the_one_towards_the_head(network, ranks):
-    assert ranks(WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", MASTER_ADDR="head") == "ens5"
-
-
-def test_a_head_that_knows_itself_by_the_loopback_takes_the_one_towards_the_others(network, ranks):
-    assert ranks(WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", MASTER_ADDR="itself") == "ens5"
+def test_a_head_that_knows_itself_by_the_loopback_takes_the_one_towards_the_others(network):
+    assert chosen(MASTER_ADDR="itself") == "ens5"
     del network["192.0.2.1"]  # no way out
-    assert ranks(WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", MASTER_ADDR="itself") is None
+    assert chosen(MASTER_ADDR="itself") is None
 
 
-def test_on_one_machine_and_where_somebody_has_chosen_nothing_is_changed(network, ranks):
-    assert ranks(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="head") is None
-    assert ranks(WORLD_SIZE="4", LOCAL_WORLD_SIZE="2", MASTER_ADDR="head", GLOO_SOCKET_IFNAME="ib0") == "ib0"
-    assert ranks() is None
+def test_on_one_machine_and_where_somebody_has_chosen_nothing_is_changed(network):
+    assert chosen(WORLD_SIZE="2", MASTER_ADDR="head") is None
+    assert chosen(MASTER_ADDR="head", GLOO_SOCKET_IFNAME="ib0") == "ib0"
+    assert chosen() is None
 
 
 def test_a_backend_waits_longer_than_the_watchdog_lets_a_rank_work():
