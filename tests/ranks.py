@@ -1,6 +1,7 @@
 """Real ranks for tests: forked from pytest's process, over gloo on the CPU, and gone before the test goes on."""
 
 import functools
+import importlib
 import inspect
 
 import pytest
@@ -27,7 +28,8 @@ def ranks():
     ``ranks(4, join=True)`` has the ranks in a process group; any other option is one of ``launch``.
     """
 
-    torch.testing.assert_close(torch.zeros(1), torch.zeros(1))  # imports sympy, here once and not in every rank
+    torch.testing.assert_close(torch.zeros(1), torch.zeros(1))  # imports sympy, here once and not in every rank,
+    importlib.import_module("torch._dynamo")  # which an optimizer imports
 
     def on(number, join=False, **options):
         call = functools.partial(launch, num_processes=number, **{"device": "cpu", "stream": False} | options)
