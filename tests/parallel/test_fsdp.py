@@ -166,18 +166,18 @@ def test_frozen_weights_are_gathered_and_not_reduced_and_under_no_sync_nothing_i
 
 @on_ranks(2)
 def test_under_no_sync_a_rank_holds_the_whole_gradients_and_zero_grad_forgets_them():
-    def gradient(engine):
+    def gradients(engine):
         loss_sum(engine, "gpt2", batch(0)).backward()
-        return engine.shards()["transformer.h.0.attn.c_attn.weight"].data.grad
+        return [shard.data.grad for shard in engine.shards().values()]
 
     engine, (blocks, root) = shard(), sizes(build(Case()))
     with engine.no_sync():
         loss_sum(engine, "gpt2", batch(1)).backward()
     assert storage_bytes(engine.resident()["gradients"]) == pytest.approx(4 * (sum(blocks) + root), rel=0.001)
     engine.zero_grad()
-    plain = gradient(shard())
-    assert plain.abs().max() > 0.01
-    assert_close(gradient(engine), plain, rtol=0, atol=0)
+    plain = gradients(shard())
+    assert sum(gradient.abs().sum() for gradient in plain) > 0.1
+    assert_close(gradients(engine), plain, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("options", "gathers"), [({}, [3, 4, 5, 5]), (NO_PREFETCH, [2, 3, 4, 5])])
