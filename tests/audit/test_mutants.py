@@ -1,5 +1,7 @@
 """Lines of our own engines, changed one at a time: each that changes a gradient is caught."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,10 +9,18 @@ from benchmarks.audit_mutants import MUTANTS, said
 from course_lib.audit import Layout
 from course_lib.audit.finding import explain
 
+PARALLEL = Path(__file__).parents[2] / "course_lib" / "parallel"
+
 FEW = [
     next(mutant for mutant in MUTANTS if mutant.engine == engine and not mutant.equivalent)
     for engine in ("ddp", "zero1", "zero3", "experts")
 ]
+
+
+def test_each_mutant_s_line_is_there():
+    sources = {mutant.module: (PARALLEL / f"{mutant.module}.py").read_text(encoding="utf-8") for mutant in MUTANTS}
+    lines = {module: [line.strip() for line in source.splitlines()] for module, source in sources.items()}
+    assert [mutant for mutant in MUTANTS if lines[mutant.module].count(mutant.line) <= mutant.at] == []
 
 
 def check(mutant):
