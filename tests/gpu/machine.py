@@ -22,6 +22,7 @@ from typing import Any
 import cloudpickle
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from course_lib.launching.launch import launch
@@ -141,13 +142,13 @@ def on_ranks(number, function, *args, device="cuda", **kwargs):
     )
 
 
-def _joined(test, fixtures):
-    dist.init_process_group("nccl")
+def _joined(test, fixtures, backend, bound):
+    dist.init_process_group(backend, device_id=torch.device("cuda", int(os.environ["RANK"])) if bound else None)
     test(**fixtures)
 
 
-def on_gpu_ranks(number, gpus=None, environment=None):
-    """Makes a test run on each of so many ranks in an NCCL group: what it asserts is asserted there.
+def on_gpu_ranks(number, gpus=None, environment=None, backend="nccl", bound=False):
+    """Makes a test run on each of so many ranks in a group, bound to its device or not: there it asserts.
 
     It may ask for fixtures that can be sent to another process, such as ``tmp_path``.
     """
@@ -156,7 +157,7 @@ def on_gpu_ranks(number, gpus=None, environment=None):
         @functools.wraps(test)
         def on_each_rank(**fixtures):
             machine = fixtures.pop("gpus")
-            machine.ranks(number, _joined, test, fixtures, gpus=gpus, environment=environment)
+            machine.ranks(number, _joined, test, fixtures, backend, bound, gpus=gpus, environment=environment)
 
         own = list(inspect.signature(test).parameters.values())
         added = inspect.Parameter("gpus", inspect.Parameter.KEYWORD_ONLY)
@@ -168,7 +169,6 @@ def on_gpu_ranks(number, gpus=None, environment=None):
 
 def _real(gpus: int) -> dict[str, str]:
     """Variables for a process that is to see so many of the machine's GPUs; skips the test where there are fewer."""
-    import torch
 
     here = torch.cuda.device_count()
     if gpus > here:

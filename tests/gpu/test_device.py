@@ -91,10 +91,8 @@ def every_collective(device):
     return {name: value for name, value in seen.items() if name != "reduced" or rank == 1}
 
 
-@on_gpu_ranks(2)
+@on_gpu_ranks(2, backend="cpu:gloo,cuda:nccl")
 def test_every_collective_brings_what_gloo_brings():
-    dist.destroy_process_group()
-    dist.init_process_group("cpu:gloo,cuda:nccl")
     found, wanted = every_collective("cuda"), every_collective("cpu")
     assert_close(found, wanted, check_device=False, rtol=0, atol=0)
     mean, x = torch.empty(2, device="cuda"), torch.arange(4.0, device="cuda")
@@ -110,13 +108,11 @@ def test_every_collective_brings_what_gloo_brings():
     assert x.tolist() == [0.0, 2.0, 4.0, 6.0] and mean.tolist() == [3.0, 5.0]
 
 
-@on_gpu_ranks(2)
+@on_gpu_ranks(2, bound=True)
 def test_a_group_bound_to_a_device():
     import gpu_sim
 
     rank = dist.get_rank()
-    dist.destroy_process_group()
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     x = torch.full((4,), float(rank), device="cuda")
     if rank == 0:
         dist.send(x, 1)

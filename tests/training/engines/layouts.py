@@ -34,8 +34,9 @@ def runs(folder, cases, **common):
     found = {}
     for name, options in cases.items():
         forget_accelerator()
+        options = common | options
         copies = int(os.environ["WORLD_SIZE"]) // parity.sharing(options)  # of the model, each with rows of its own
-        found[name] = parity.trace(parity.task(place(folder, name), copies, **common | options))
+        found[name] = parity.trace(parity.task(place(folder, name), copies, **options))
     return found
 
 
