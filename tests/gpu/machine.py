@@ -169,7 +169,6 @@ def on_gpu_ranks(number, gpus=None, environment=None, backend="nccl", bound=Fals
 
 def _real(gpus: int) -> dict[str, str]:
     """Variables for a process that is to see so many of the machine's GPUs; skips the test where there are fewer."""
-
     here = torch.cuda.device_count()
     if gpus > here:
         pytest.skip(f"needs {gpus} GPUs, and there {'is 1' if here == 1 else f'are {here}'}")
