@@ -10,7 +10,7 @@ from tests.notebooks.conftest import NOTEBOOKS, execute
 from tests.notebooks.test_all_lessons import LESSONS
 
 QUICK = {
-    "00_start_here": {"device": "cpu", "repeats": 1, "steps": 8},
+    "00_start_here": {"device": "cpu", "repeats": 1, "steps": 10},
     "03_accelerate": {"device": "auto", "steps": 6, "world_sizes": [1, 2]},
 }
 """Lessons that run on the GPUs in a short time, and the parameters that make them short."""
