@@ -1,12 +1,18 @@
 """The lessons where there are GPUs: with their parameters as they stand, and with the GPUs that they are offered."""
 
+import itertools
 import os
 
 import nbformat
 import pytest
+import torch
+from accelerate import Accelerator
+from torch import distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.gpu.machine import HERE, SITE
-from tests.notebooks.conftest import NOTEBOOKS, execute
+from tests.gpu.machine import HERE, SITE, on_ranks
+from tests.notebooks.conftest import NOTEBOOKS, defined, execute
 from tests.notebooks.test_all_lessons import LESSONS
 
 QUICK = {
@@ -45,6 +51,19 @@ def test_a_short_run(lesson, name):
 @pytest.mark.parametrize("name", LESSONS)
 def test_as_it_stands(lesson, name):
     assert lesson(name, 2)
+
+
+def an_epoch_of_lesson_03(kind):
+    """What its two cells do on two GPUs, by the accelerator that is written there or by Accelerate's own."""
+    names = {"itertools": itertools, "os": os, "torch": torch, "nn": nn, "dist": dist, "seed": 42}
+    names |= {"DataLoader": DataLoader, "TensorDataset": TensorDataset, "Accelerator": Accelerator}
+    cells = defined("03_accelerate", "class TinyAccelerator", "def one_epoch", **names)
+    return [(weights.cpu(), rows.cpu()) for weights, rows in on_ranks(2, cells["one_epoch"], cells[kind])]
+
+
+def test_the_accelerator_of_lesson_03_is_accelerate_s_on_gpus_too(gpus):
+    tiny, full = (gpus.run(an_epoch_of_lesson_03, kind) for kind in ("TinyAccelerator", "Accelerator"))
+    torch.testing.assert_close(tiny, full)
 
 
 def test_all_lessons_but_one_have_a_device():
