@@ -2,7 +2,7 @@
 
     python tools/walk.py [--strategy zero3] [--engine scratch] [--write]
 
-Two ranks train tiny-bert for two steps. Of rank 0's second step each call of a Python function is noted, from the call
+Two ranks train tiny-bert in fp32. Of rank 0's second step each call of a Python function is noted, from the call
 of ``Trainer.train_step`` to its return. The rule: a reader opens a file where a function of it ran that has more to it
 than one statement, its docstring aside; what only hands a value on is read where it is called. ``--write`` renews the
 row of docs/architecture.md.
@@ -68,6 +68,7 @@ def walk(strategy: str, engine: str) -> list[tuple[str, str]]:
             "strategy": strategy,
             "engine": engine,
             "cpu_kernels": "torch",
+            "mixed_precision": "no",  # auto is bf16 on some CPUs, and its casts are more calls
             "progress_bar": False,
             "device": "cpu",
             "output_dir": folder,
